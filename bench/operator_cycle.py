@@ -26,7 +26,8 @@ from copy import deepcopy
 from statistics import median
 from typing import Any
 
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_client import MetricsServiceClient
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.runtime.main import GC_THRESHOLD
@@ -375,7 +376,7 @@ class ServiceJob:
         self.changed()
 
 
-class InMemoryService:
+class InMemoryService(MetricsServiceClient):
     """The metrics service, as the operator calls it."""
 
     def __init__(self, world: World) -> None:
@@ -405,7 +406,7 @@ class InMemoryService:
         self._jobs.pop(job_id, None)
 
     def put_decision(self, decision: DecisionView) -> None:
-        """As `AllocationService.put_decision`."""
+        """As `MetricsServiceClient.put_decision`."""
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
         """Request an allocation for a job."""
@@ -416,7 +417,7 @@ class InMemoryService:
         return job.state.view(job.version)
 
 
-class InMemoryCluster:
+class InMemoryCluster(KubernetesCluster):
     """The API server, as the operator calls it."""
 
     def __init__(self, world: World) -> None:

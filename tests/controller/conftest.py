@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.job_definition import OpportunisticSettings
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_core import names
 from adascale_core.decision.decide import Decision, DecisionProblem
 from support.world import World

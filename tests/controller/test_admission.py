@@ -10,7 +10,7 @@ import pytest
 
 from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import AdmissionReader

@@ -10,7 +10,7 @@ import pytest
 from adascale_controller.operator.apply.applier import (
     Applier,
 )
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, NewPod, StatusChange, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.runtime.certificate_keeper import (
     PUBLISH_INTERVAL,
     REFRESH_INTERVAL,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.job.placement_backoff import MAX_PAUSE
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.reconcile.job_phase import ROOM_TIMEOUT
 from adascale_controller.operator.types.settings import QUEUE_NAME
 from adascale_core.messages.allocation import ActiveAllocation

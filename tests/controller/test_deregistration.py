@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from adascale_controller.operator.apply.cluster import AllocationService
+from adascale_client import MetricsServiceClient
 from adascale_controller.operator.runtime.job_follower import Deregistration
 
 
@@ -21,7 +21,7 @@ class Service:
 
 def test_a_job_that_is_created_again_meanwhile_is_kept() -> None:
     service = Service()
-    deregistration = Deregistration(cast(AllocationService, service), None)
+    deregistration = Deregistration(cast(MetricsServiceClient, service), None)
     # The second is created again while the first is deleted.
     asyncio.run(
         deregistration.deregister(

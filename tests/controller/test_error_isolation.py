@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import ApiServerError, PodRefusedError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, PodRefusedError
 from adascale_controller.operator.runtime.error_isolation import (
     MAX_RETRY_INTERVAL,
     RETRY_INTERVAL,

@@ -15,8 +15,7 @@ import yaml
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
-from adascale_controller.operator.apply.cluster import ApiServerError
-from adascale_controller.operator.apply.kubernetes_cluster import MAX_TRIES, KubernetesCluster
+from adascale_controller.operator.apply.kubernetes_cluster import MAX_TRIES, ApiServerError, KubernetesCluster
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import Resource

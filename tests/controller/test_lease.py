@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.runtime.lease import Election, LeaseLostError
 from adascale_controller.operator.types.kubernetes import ApiObject
 from support.examples import examples
@@ -50,7 +50,7 @@ class Server:
         return str(self.lease["spec"]["holderIdentity"]) if self.lease else ""
 
 
-class Connection:
+class Connection(KubernetesCluster):
     """The connection of an operator to the server, with delays and faults.
 
     Args:

@@ -12,7 +12,7 @@ import pytest
 
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import CheckpointSettings, JobDefinition
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.observe.observer import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adascale_client import ServiceUnreachableError
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.messages.registration import ReplicaState

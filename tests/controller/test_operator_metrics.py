@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.runtime import control_loop
 from support.fake_cluster import FakeCluster
 from support.operator_metrics import serve

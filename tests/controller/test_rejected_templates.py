@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.job.reasons import Reason
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observer import Observer
 from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL

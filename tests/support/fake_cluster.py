@@ -1,4 +1,4 @@
-"""The API server in memory: implements the protocol `Cluster` for the objects of a `World`."""
+"""The API server in memory: the calls of `KubernetesCluster` for the objects of a `World`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from adascale_controller.crd import crd
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
@@ -21,8 +21,8 @@ ROOT = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 STATUS_FIELDS = ROOT["properties"]["status"]["properties"].keys()
 
 
-class FakeCluster:
-    """The API server of a world. `OperatorLoop` accepts it as a `Cluster`, which mypy checks."""
+class FakeCluster(KubernetesCluster):
+    """The API server of a world. It has each call of the base class, of which nothing else is used."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -32,31 +32,31 @@ class FakeCluster:
     # -- reading --------------------------------------------------------------------------------------------
 
     async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
-        """As `Cluster.list`."""
+        """As `KubernetesCluster.list`."""
         return list(deepcopy(self._world.objects[resource]).values()), self._world.version
 
     async def may_list_nodes(self) -> bool:
-        """As `Cluster.may_list_nodes`."""
+        """As `KubernetesCluster.may_list_nodes`."""
         return Resource.NODES in self._world.objects
 
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
-        """As `Cluster.admit_pod`."""
+        """As `KubernetesCluster.admit_pod`."""
         return self._world.admit(deepcopy(dict(manifest)))
 
     async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
-        """As `Cluster.get`."""
+        """As `KubernetesCluster.get`."""
         get = {"pods": self.get_pod, "persistentvolumeclaims": self.get_claim, "secrets": self.get_secret}
         return await get[plural](namespace, name)
 
     async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
-        """As `Cluster.create`."""
+        """As `KubernetesCluster.create`."""
         if plural == "pods":
             return await self.create_pod(manifest)
         is_new = plural == "secrets" and _key(manifest) not in self.secrets
         return self._put_secret(manifest) if is_new else None
 
     async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
-        """As `Cluster.replace`, of a Secret."""
+        """As `KubernetesCluster.replace`, of a Secret."""
         known = self.secrets[_key(manifest)]["metadata"]["resourceVersion"]
         return self._put_secret(manifest) if manifest["metadata"]["resourceVersion"] == known else None
 
@@ -81,17 +81,17 @@ class FakeCluster:
         return deepcopy(self.secrets.get((namespace, name)))
 
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
-        """As `Cluster.list_events`: there are none."""
+        """As `KubernetesCluster.list_events`: there are none."""
         return ()
 
     async def list_kueue(self, plural: str, namespace: str | None = None) -> Sequence[ApiObject] | None:
-        """As `Cluster.list_kueue`: there is no Kueue."""
+        """As `KubernetesCluster.list_kueue`: there is no Kueue."""
         return None
 
     # -- writing --------------------------------------------------------------------------------------------
 
     async def apply_status(self, job: AdaScaleJob, status: ApiObject) -> ApiObject:
-        """As `Cluster.apply_status`."""
+        """As `KubernetesCluster.apply_status`."""
         self._world.before_write("status")
         # The API server drops others.
         assert status.keys() <= STATUS_FIELDS
@@ -108,12 +108,12 @@ class FakeCluster:
         return self.secrets[_key(manifest)]
 
     async def apply_config_map(self, manifest: ApiObject) -> None:
-        """As `Cluster.apply_config_map`."""
+        """As `KubernetesCluster.apply_config_map`."""
         self._world.before_write("apply a ConfigMap")
         self.config_maps[_key(manifest)] = deepcopy(dict(manifest))
 
     async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
-        """As `Cluster.stop_pod`."""
+        """As `KubernetesCluster.stop_pod`."""
         self._world.before_write(f"{pod.how.name.lower()} pod {pod.name}")
         raw = self._world.objects[Resource.PODS].get(pod.name)
         if raw is None or raw["metadata"]["uid"] != pod.uid:
@@ -129,17 +129,17 @@ class FakeCluster:
         return True
 
     async def delete_workload(self, namespace: str, name: str) -> None:
-        """As `Cluster.delete_workload`: there is no Kueue."""
+        """As `KubernetesCluster.delete_workload`: there is no Kueue."""
         self._world.before_write(f"delete Workload {name}")
 
     async def delete_job(self, job: AdaScaleJob) -> None:
-        """As `Cluster.delete_job`."""
+        """As `KubernetesCluster.delete_job`."""
         self._world.before_write("delete the AdaScaleJob")
         self._find(Resource.ADASCALEJOBS, job.name, job.uid)
         self._world.delete(Resource.ADASCALEJOBS, job.name)
 
     async def record_event(self, job: AdaScaleJob, event: Event, now: float, reporter: str) -> None:
-        """As `Cluster.record_event`."""
+        """As `KubernetesCluster.record_event`."""
         self._world.before_write(f"event {event.reason}")
         self._world.events.append(event)
 

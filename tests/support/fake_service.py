@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from adascale_client import ServiceRefusedError
+from adascale_client import MetricsServiceClient, ServiceRefusedError
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
@@ -68,8 +68,8 @@ class FakeAgent:
             self.state = ReplicaState.RUNNING if is_assigned else ReplicaState.HOLDING
 
 
-class FakeService:
-    """The metrics service with one job: an `AllocationService`.
+class FakeService(MetricsServiceClient):
+    """The client of a metrics service with one job.
 
     Args:
         before_write: is called before each write, with a description.
@@ -87,14 +87,14 @@ class FakeService:
         self.step_times: tuple[StepTime, ...] = ()
         self.decision: DecisionView | None = None
 
-    # -- as `AllocationService` -----------------------------------------------------------------------------
+    # -- as `MetricsServiceClient` --------------------------------------------------------------------------
 
     def read_jobs(self, share: float = 1.0) -> JobList:
-        """As `AllocationService.read_jobs`."""
+        """As `MetricsServiceClient.read_jobs`."""
         return JobList(self.list_jobs(), None, self._cursor())
 
     def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
-        """As `AllocationService.read_changes`."""
+        """As `MetricsServiceClient.read_changes`."""
         deadline = time.monotonic() + wait
         while self._cursor() == cursor and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -130,19 +130,19 @@ class FakeService:
         ]
 
     def declare_job(self, job_id: str, spec: JobSpec) -> None:
-        """As `AllocationService.declare_job`."""
+        """As `MetricsServiceClient.declare_job`."""
         self._before_write(f"declare {job_id}")
         self._store(self.state, spec)
 
     def delete_job(self, job_id: str) -> None:
-        """As `AllocationService.delete_job`."""
+        """As `MetricsServiceClient.delete_job`."""
         self._before_write(f"deregister {job_id}")
         if self._created_at is None:
             raise ServiceRefusedError(f"job {job_id} does not exist", 404)
         self.lose_data()
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
-        """As `AllocationService.allocate`."""
+        """As `MetricsServiceClient.allocate`."""
         self._before_write(f"allocate {allocation.generation}: {allocation.replicas}")
         try:
             self._store(allocate(self.state, allocation, self.spec), self.spec)
@@ -151,7 +151,7 @@ class FakeService:
         return self.state.view(self._version)
 
     def put_decision(self, decision: DecisionView) -> None:
-        """As `AllocationService.put_decision`."""
+        """As `MetricsServiceClient.put_decision`."""
         self.decision = decision
 
     def _store(self, state: Rendezvous, spec: JobSpec | None) -> None:
@@ -173,7 +173,7 @@ class FakeService:
         self._store(self.state, self.spec)
         self.latest = report
 
-    def register(self, agent: FakeAgent) -> None:
+    def register_agent(self, agent: FakeAgent) -> None:
         """Store the registration of an agent, which follows the answer."""
         self._store(register(self.state, agent.registration(), self.spec), self.spec)
         left_out = agent.instance in self.state.left_out

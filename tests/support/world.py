@@ -344,7 +344,7 @@ class World:
             agent = self.agents.get(name)
             if agent is not None:
                 agent.state = ReplicaState.TERMINATED
-                self.service.register(agent)
+                self.service.register_agent(agent)
             if is_ending:
                 self._fail_pod(name, {"exitCode": 143, "reason": "Error"}, reason="DeadlineExceeded")
             else:
@@ -391,7 +391,7 @@ class World:
         """
         agent = self.agents[name]
         agent.state = ReplicaState.FAILED
-        self.service.register(agent)
+        self.service.register_agent(agent)
         self.program_failures += 1
         message = TerminationMessage(agent.generation, 3, f"ValueError: {self.program_failures}").to_text()
         self._fail_pod(name, {"exitCode": 3, "reason": "Error", "message": message})
@@ -429,7 +429,7 @@ class World:
         if agent is None:
             return
         agent.follow(self.service.state.view(1))
-        self.service.register(agent)
+        self.service.register_agent(agent)
 
     def expire_missing(self) -> None:
         """Have the metrics service expire the replicas whose agents no longer exist."""

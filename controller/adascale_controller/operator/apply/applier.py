@@ -7,11 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
-from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import (
-    AllocationService,
+from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
+from adascale_controller.operator.apply.kubernetes_cluster import (
     ApiServerError,
-    Cluster,
+    KubernetesCluster,
     PodRefusedError,
 )
 from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest
@@ -54,8 +53,8 @@ class Applier:
 
     def __init__(
         self,
-        cluster: Cluster,
-        service: AllocationService,
+        cluster: KubernetesCluster,
+        service: MetricsServiceClient,
         on_written: OnWritten,
         identity: str,
         on_stored: OnStored = lambda _job_id, _has_written: None,

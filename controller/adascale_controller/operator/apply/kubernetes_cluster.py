@@ -1,4 +1,4 @@
-"""The adapter of the Kubernetes API: implements `Cluster` by calls with paths and JSON.
+"""The Kubernetes API, by calls with paths and JSON.
 
 The client's documented methods return typed objects, which drop unknown fields, cost much time to build, and
 don't support all content types. So `_call` uses `ApiClient.param_serialize` and `ApiClient.call_api`, the
@@ -21,7 +21,6 @@ import aiohttp
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
-from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observer import Cached, cached_fields
 from adascale_controller.operator.observe.pods import END_DEADLINE
@@ -29,6 +28,7 @@ from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
 from adascale_controller.operator.types.settings import KUEUE_GROUP
 from adascale_core import names
+from adascale_core.errors import AdaScaleError
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,26 @@ _MERGE_PATCH = "application/merge-patch+json"
 _APPLY_PATCH = "application/apply-patch+yaml"
 
 
+class ApiServerError(AdaScaleError):
+    """The API server does not answer, or rejects a call.
+
+    Args:
+        status: the HTTP status. 0 if there was no answer.
+        reply: the message of the API server.
+    """
+
+    def __init__(self, message: str, status: int = 0, reply: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reply = reply
+
+
+class PodRefusedError(ApiServerError):
+    """The API server does not create a pod now: for a quota, a policy, or a webhook that is down."""
+
+
 class KubernetesCluster:
-    """The Kubernetes API."""
+    """The Kubernetes API. Each call may raise `ApiServerError`."""
 
     def __init__(
         self,
@@ -69,7 +87,7 @@ class KubernetesCluster:
     # -- reading --------------------------------------------------------------------------------------------
 
     async def list(self, resource: Resource) -> tuple[Sequence[Cached], int]:
-        """As `Cluster.list`."""
+        """Return all objects of a resource, as they are cached, and the version of the list."""
         items: list[Cached] = []
         version = ""
         async for page in self._pages(self._list_path(resource)):
@@ -94,28 +112,35 @@ class KubernetesCluster:
             query["continue"] = token
 
     async def may_list_nodes(self) -> bool:
-        """As `Cluster.may_list_nodes`."""
+        """Whether the operator may list and watch nodes."""
         return await self._may("list", Resource.NODES) and await self._may("watch", Resource.NODES)
 
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
-        """As `Cluster.admit_pod`."""
+        """Return a pod as admission makes it, by a dry run: nothing is created.
+
+        `ApiServerError.status` is 400 if a webhook does not support dry runs, 403 if a quota or a policy
+        rejects the pod.
+        """
         path = _path("pods", manifest["metadata"]["namespace"])
         query = {**_FIELD_MANAGER, "dryRun": "All"}
         admitted: ApiObject = await self._call("POST", path, query, manifest)
         return admitted
 
     async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
-        """As `Cluster.get`."""
+        """Return an object of a resource. None if it does not exist."""
         return await self._object({404}, "GET", _path(plural, namespace, name))
 
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
-        """As `Cluster.list_events`."""
+        """Return the Events of a namespace that match a selector."""
         page = await self._call("GET", _path("events", namespace), {"fieldSelector": field_selector})
         events: Sequence[ApiObject] = page["items"]
         return events
 
     async def list_kueue(self, plural: str, namespace: str | None = None) -> Sequence[ApiObject] | None:
-        """As `Cluster.list_kueue`."""
+        """Return all objects of a resource of Kueue, in the version that the API server prefers.
+
+        None if the cluster has no Kueue, or if the operator may not list them.
+        """
         try:
             version = await self._kueue_version()
             scope = f"/namespaces/{namespace}" if namespace is not None else ""
@@ -130,7 +155,10 @@ class KubernetesCluster:
     # -- writing --------------------------------------------------------------------------------------------
 
     async def apply_status(self, job: AdaScaleJob, status: ApiObject) -> ApiObject:
-        """As `Cluster.apply_status`."""
+        """Write the status of an AdaScaleJob by server-side apply, and return the AdaScaleJob.
+
+        `ApiServerError.status` is 404 or 409 if there is no AdaScaleJob with this uid.
+        """
         body = {
             "apiVersion": names.GROUP_VERSION,
             "kind": names.KIND,
@@ -143,24 +171,24 @@ class KubernetesCluster:
         return written
 
     async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
-        """As `Cluster.create`."""
+        """Create an object and return it. None if one of this name exists."""
         # Unknown fields of a template are rejected. The API server would drop them.
         query = {**_FIELD_MANAGER, "fieldValidation": "Strict"}
         path = _path(plural, manifest["metadata"]["namespace"])
         return await self._object({409}, "POST", path, query, manifest)
 
     async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
-        """As `Cluster.replace`."""
+        """Replace an object and return it. None if it has another version than the manifest, or is gone."""
         path = _path(plural, manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         return await self._object({404, 409}, "PUT", path, _FIELD_MANAGER, manifest)
 
     async def apply_config_map(self, manifest: ApiObject) -> None:
-        """As `Cluster.apply_config_map`."""
+        """Create or change a ConfigMap by server-side apply."""
         path = _path("configmaps", manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         await self._call("PATCH", path, {**_FIELD_MANAGER, "force": "true"}, manifest, _APPLY_PATCH)
 
     async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
-        """As `Cluster.stop_pod`."""
+        """Delete or end a pod. Returns whether it exists, and not another one of its name."""
         path = _path("pods", namespace, pod.name)
         if pod.how is Stop.END:
             patch = {"metadata": {"uid": pod.uid}, "spec": {"activeDeadlineSeconds": END_DEADLINE}}
@@ -174,21 +202,21 @@ class KubernetesCluster:
         return False
 
     async def delete_workload(self, namespace: str, name: str) -> None:
-        """As `Cluster.delete_workload`."""
+        """Delete a Workload of Kueue."""
         with _ignore_missing():
             version = await self._kueue_version()
             path = f"/apis/{KUEUE_GROUP}/{version}/namespaces/{namespace}/workloads/{name}"
             await self._call("DELETE", path, body={})
 
     async def delete_job(self, job: AdaScaleJob) -> None:
-        """As `Cluster.delete_job`."""
+        """Delete an AdaScaleJob and all objects that it owns."""
         path = _path(names.PLURAL, *job.key)
         body = {"propagationPolicy": "Background", "preconditions": {"uid": job.uid}}
         with _ignore_missing():
             await self._call("DELETE", path, body=body)
 
     async def record_event(self, job: AdaScaleJob, event: Event, now: float, reporter: str) -> None:
-        """As `Cluster.record_event`."""
+        """Create an Event about an AdaScaleJob."""
         body = {
             "apiVersion": "v1",
             "kind": "Event",

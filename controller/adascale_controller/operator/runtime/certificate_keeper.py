@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.types.kubernetes import ApiObject, Manifest
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
@@ -211,7 +211,7 @@ class CertificateKeeper:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: KubernetesCluster,
         secret: tuple[str, str],
         hosts: Sequence[str],
         namespaces: Callable[[], Collection[str]],

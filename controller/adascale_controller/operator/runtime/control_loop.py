@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from adascale_client import MetricsServiceClient
 from adascale_controller.operator.apply.applier import Applier, BeforePods
-from adascale_controller.operator.apply.cluster import AllocationService, ApiServerError, Cluster
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob
 from adascale_controller.operator.observe.observer import Observer, is_deleting, lost_nodes, observe
 from adascale_controller.operator.observe.pods import Pod
@@ -113,12 +114,12 @@ class OperatorLoop:
     def __init__(
         self,
         cache: ObjectCache,
-        cluster: Cluster,
-        service: AllocationService,
+        cluster: KubernetesCluster,
+        service: MetricsServiceClient,
         settings: OperatorSettings,
         resources: Collection[Resource],
         *,
-        reader: AllocationService | None = None,
+        reader: MetricsServiceClient | None = None,
         before_pods: BeforePods | None = None,
         metrics: OperatorMetrics | None = None,
         on_progress: Callable[[], None] = lambda: None,

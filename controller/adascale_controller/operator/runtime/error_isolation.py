@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import ApiServerError, PodRefusedError
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, PodRefusedError
 
 logger = logging.getLogger(__name__)
 

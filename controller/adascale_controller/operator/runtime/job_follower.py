@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
-from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import AllocationService
+from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_core.views.jobs import JobView
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class JobFollower:
     while a job trains.
     """
 
-    def __init__(self, service: AllocationService, on_news: Callable[[], None]) -> None:
+    def __init__(self, service: MetricsServiceClient, on_news: Callable[[], None]) -> None:
         # Nobody else may use the connections of `service`: a cursor is valid at one of several services only.
         self.views: Mapping[str, JobView] | None = None
         """All jobs by id. None while the metrics service does not answer."""
@@ -201,7 +200,7 @@ MAX_DEREGISTERED = 100_000
 class Deregistration:
     """Removes jobs from the metrics service that the cluster no longer has."""
 
-    def __init__(self, service: AllocationService, namespace: str | None) -> None:
+    def __init__(self, service: MetricsServiceClient, namespace: str | None) -> None:
         self._service = service
         self._namespace = namespace
         self._deregistered: dict[str, None] = {}

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from math import ceil
 from typing import Any, Final
 
-from adascale_controller.operator.apply.cluster import ApiServerError, Objects
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.errors import AdaScaleError
 
@@ -55,7 +55,7 @@ class Election:
 
     def __init__(
         self,
-        api: Objects,
+        api: KubernetesCluster,
         place: tuple[str, str],  # namespace and name of the Lease
         identity: str,
         duration: float = DURATION,  # seconds without a renewal after which another operator takes over

@@ -35,7 +35,7 @@ from functools import partial
 from typing import Any, Final
 
 from adascale_controller.job.reasons import Reason
-from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
+from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import (
@@ -107,7 +107,7 @@ async def deadline(seconds: float) -> AsyncIterator[None]:
 class AdmissionReader:
     """The pods of templates as admission makes them."""
 
-    def __init__(self, cluster: Cluster, on_answer: Callable[[JobKey], None]) -> None:
+    def __init__(self, cluster: KubernetesCluster, on_answer: Callable[[JobKey], None]) -> None:
         self._cluster = cluster
         self._on_answer = on_answer
         self._answers: dict[str, _Answer] = {}
@@ -252,7 +252,7 @@ class EventReader:
     start slowly because it is busy would keep it busy, so all jobs of a namespace share a read.
     """
 
-    def __init__(self, cluster: Cluster, deadline: float) -> None:
+    def __init__(self, cluster: KubernetesCluster, deadline: float) -> None:
         self._cluster = cluster
         self._deadline = deadline
         self._reads: dict[str, asyncio.Task[EventsByObject | None]] = {}
@@ -325,7 +325,7 @@ class _Call:
 class LookupFetcher:
     """Fetches the lookups of all jobs."""
 
-    def __init__(self, cluster: Cluster, on_result: Callable[[JobKey], None]) -> None:
+    def __init__(self, cluster: KubernetesCluster, on_result: Callable[[JobKey], None]) -> None:
         self._cluster = cluster
         self._admissions = AdmissionReader(cluster, on_result)
         self._on_result = on_result
@@ -486,7 +486,7 @@ class QueueReader:
     reserved would be counted as unused until then, so more room counts only once it was read twice.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: KubernetesCluster) -> None:
         self._cluster = cluster
         self._due_at = float("-inf")
         """On the monotonic clock."""

@@ -13,8 +13,11 @@ from typing import Any, TypeVar
 from kubernetes.aio import client, config
 
 from adascale_client import MetricsServiceClient
-from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
-from adascale_controller.operator.apply.kubernetes_cluster import MAX_RETRY_AFTER_OF_LEASE, KubernetesCluster
+from adascale_controller.operator.apply.kubernetes_cluster import (
+    MAX_RETRY_AFTER_OF_LEASE,
+    ApiServerError,
+    KubernetesCluster,
+)
 from adascale_controller.operator.runtime.certificate_keeper import CertificateKeeper, server_hosts
 from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.runtime.health import Health, OperatorMetrics
@@ -139,7 +142,7 @@ async def _run_control_loop(
 
 
 async def _certificates(
-    settings: OperatorSettings, cluster: Cluster, cache: ObjectCache, health: Health
+    settings: OperatorSettings, cluster: KubernetesCluster, cache: ObjectCache, health: Health
 ) -> CertificateKeeper | None:
     """Return what keeps the certificates of the metrics service, once there are some. None without TLS."""
     if settings.tls_secret is None:
@@ -168,7 +171,7 @@ async def _until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _watched_resources(settings: OperatorSettings, cluster: Cluster) -> list[Resource]:
+async def _watched_resources(settings: OperatorSettings, cluster: KubernetesCluster) -> list[Resource]:
     """Return the resources that the operator may watch."""
     resources = [Resource.ADASCALEJOBS, Resource.PODS]
     if settings.namespace is None and await cluster.may_list_nodes():
