@@ -103,7 +103,7 @@ format: $(READY) ## format the code
 
 .PHONY: crd
 crd: $(READY) ## generate deploy/base/crd.yaml, and the table of the fields of pods
-	$(BIN)/python -m adascale_controller.crd > deploy/base/crd.yaml.new
+	$(BIN)/python deploy/crd.py > deploy/base/crd.yaml.new
 	mv deploy/base/crd.yaml.new deploy/base/crd.yaml
 	$(BIN)/python deploy/pod_fields.py > controller/adascale_controller/pod_fields.json.new
 	mv controller/adascale_controller/pod_fields.json.new controller/adascale_controller/pod_fields.json

@@ -1,6 +1,6 @@
 """The fields of an AdaScaleJob: their types, limits, defaults and descriptions, as pydantic models.
 
-`adascale validate`, `adascale run` and the operator read jobs with these models, and `crd` generates the
+`adascale validate`, `adascale run` and the operator read jobs with these models, and `make crd` generates the
 schema of the CustomResourceDefinition from them. They check each field by itself; the core checks the values
 against each other (see `validation`). A field that is null counts as unset, as on a cluster. Of the pod
 template only the fields that a local run reads are listed; all others are accepted.

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from adascale_controller.crd import crd, crd_yaml, merge_written, spec_schema, structural_schema
+sys.path.append(str(Path(__file__).parents[2] / "deploy"))
+
+from crd import crd, crd_yaml, merge_written, spec_schema, structural_schema
+
 from adascale_controller.schema import (
     DEFAULT_ACCESS_MODE,
     DNS_LABEL,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adascale_controller.crd import crd
+import yaml
+
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import END_DEADLINE
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from support.world import World
 
 Object = dict[str, Any]
-ROOT = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+CRD = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "base" / "crd.yaml").read_text())
+ROOT = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 STATUS_FIELDS = ROOT["properties"]["status"]["properties"].keys()
 
 
