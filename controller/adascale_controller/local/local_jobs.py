@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -214,7 +213,6 @@ def remove_run(job: LocalJob, *, keep_checkpoints: bool) -> str | None:
             _remove_if_empty(folder.checkpoints)
         else:
             folder.delete_records()
-        local_folder = folder.local_folder
         for file in (
             folder.port_file,
             folder.service_file,
@@ -227,8 +225,6 @@ def remove_run(job: LocalJob, *, keep_checkpoints: bool) -> str | None:
         for file in (folder.stop_lock_file, folder.lock_file):
             file.unlink(missing_ok=True)
         _remove_if_empty(folder.logs)
-        if local_folder is not None:
-            shutil.rmtree(local_folder, ignore_errors=True)
         _remove_if_empty(folder.path)
     finally:
         lock.release()

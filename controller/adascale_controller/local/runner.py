@@ -120,11 +120,6 @@ def run_job(job: JobDefinition, options: RunOptions, display: Display) -> int:
 def _locked(folder: StateDir, job: JobDefinition, display: Display, signals: StopSignals) -> Iterator[int]:
     """Create and lock the state folder of a job, and yield the descriptor of its lock."""
     folder.create()
-    if folder.local_folder is not None:
-        display.message(
-            f"The file system of {folder.path} has no file locks, so the database of the metrics service "
-            f"is in {folder.local_folder}. Do not run {job.short_id} on another machine at the same time"
-        )
     lock = StateLock(folder, display.message, lambda: signals.stop_requested)
     try:
         # `adascale rm` may have deleted it meanwhile.

@@ -3,59 +3,28 @@
 The lock is a `flock` on a descriptor that all processes of the run inherit, so it is free only when the last
 of them has exited, also if the run itself was killed. No run can start while processes of another still save
 their state.
-
-Some network file systems have no file locks, such as Lustre that is mounted without `-o flock`, or NFS
-without its lock daemon. There the lock and the database of the metrics service, for which SQLite needs locks,
-are in a folder of this user for temporary files. The lock then excludes other runs on this machine only.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from adascale_controller.local.checkpoints import delete_checkpoints
 from adascale_core.errors import AdaScaleError
 
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
-
-
 DEFAULT_ROOT = Path(".adascale")
 IGNORE_ALL = "*\n"
 """The content of the .gitignore of a state folder."""
 TIMEOUT = 40.0
 """Seconds to wait for the processes of a killed run. An agent gives its trainer 25 s to save."""
-
-
-def lock_folder(path: Path) -> Path:
-    """Return the folder for files of a state folder that need file locks."""
-    if not path.is_dir():
-        return path
-    return _lock_folder(path.resolve()) or path
-
-
-@lru_cache(maxsize=256)
-def _lock_folder(path: Path) -> Path | None:
-    """Return a folder of this machine if a state folder has no file locks, else None."""
-    try:
-        with tempfile.TemporaryFile(dir=path) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-            return Path(tempfile.gettempdir()) / f"adascale-{os.getuid()}" / name
-    return None
 
 
 class StateDirError(AdaScaleError):
@@ -90,29 +59,14 @@ class StateDir:
     """The file in which the run answers the request."""
     history_file = _inside("runs.jsonl")
     """The file with the starts and ends of the runs."""
+    database = _inside("api.sqlite")
+    """The metrics service's database."""
+    stop_lock_file = _inside("stop.lock")
+    """The file that `adascale stop` locks while it stops the run."""
+    lock_file = _inside("lock")
+    """The file that the processes of a run lock."""
     ignore_file = _inside(".gitignore")
     """The file that keeps the folder out of a repository of Git."""
-
-    @property
-    def database(self) -> Path:
-        """The metrics service's database."""
-        return lock_folder(self.path) / "api.sqlite"
-
-    @property
-    def stop_lock_file(self) -> Path:
-        """The file that `adascale stop` locks while it stops the run."""
-        return lock_folder(self.path) / "stop.lock"
-
-    @property
-    def lock_file(self) -> Path:
-        """The file that the processes of a run lock."""
-        return lock_folder(self.path) / "lock"
-
-    @property
-    def local_folder(self) -> Path | None:
-        """The folder for files that need file locks, if this folder has none."""
-        folder = lock_folder(self.path)
-        return None if folder == self.path else folder
 
     def replica_log(self, rank: int) -> Path:
         """The output of the replica of `rank`."""
@@ -122,13 +76,6 @@ class StateDir:
         """Create the folder, with a .gitignore for all its files."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            if (elsewhere := self.local_folder) is not None:
-                elsewhere.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if elsewhere.parent.stat().st_uid != os.getuid():
-                    raise StateDirError(
-                        f"the folder {elsewhere.parent} for file locks belongs to another user: set TMPDIR "
-                        "to another folder, or use a state folder on a local disk with --state-dir"
-                    )
             if not self.ignore_file.exists():
                 self.ignore_file.write_text(IGNORE_ALL)
         except OSError as error:
@@ -143,7 +90,7 @@ class StateDir:
 
     def delete_records(self) -> None:
         """Delete what previous runs have recorded, and keep their checkpoints."""
-        for database in self.database.parent.glob("api.sqlite*"):
+        for database in self.path.glob("api.sqlite*"):
             database.unlink()
         self.service_log.unlink(missing_ok=True)
         for log in self.logs.glob("replica-*.log"):
@@ -247,6 +194,11 @@ def try_lock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise StateDirError(
+            f"the file system of the state folder has no file locks ({error.strerror}): use a folder on a "
+            "local disk with --state-dir; checkpoints stay on another file system with spec.checkpoint.path"
+        ) from error
     return True
 
 
