@@ -142,7 +142,7 @@ def test_the_operator_returns_to_the_count_that_works_and_says_why() -> None:
     assert _decide(scheduler, service) == (2, "unchanged")
     expected = "the program failed at once on 2 replicas (replica 0: exit code 3), but trained on 1"
     assert _decide(scheduler, service, fails) == (1, expected)
-    failing = scheduler.failing_count(at_two)
+    failing = scheduler.schedule(at_two).failing_count
     assert failing is not None
     actions = actions_for(at_two, 1, failing_count=failing)
     rescaling = condition(actions, ConditionType.RESCALING)

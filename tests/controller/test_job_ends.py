@@ -221,7 +221,7 @@ def fails_check(tmp_path: Path) -> Iterator[tuple[str, list[tuple[int | None, st
         seen = observed(job((2, 2)), growing, pods, now=NOW + now)
         seen = replace(seen, resource=replace(seen.resource, template={"spec": {"containers": [{}]}}))
         scheduler.update(seen)
-        found = scheduler.failed_placement(seen)
+        found = scheduler.schedule(seen).failed_placement
         limits.append((None, "") if found is None else (found.limit, found.reason))
     yield "pods", limits
     run = Run(tmp_path, JobDefinition("team.digits", SPEC))

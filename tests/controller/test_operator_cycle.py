@@ -113,18 +113,6 @@ def test_a_job_that_is_created_again_at_once_does_not_count_the_end_of_the_old_p
     assert world.status["disruptions"] == 0
 
 
-def test_a_late_report_of_a_deregistered_job_is_deleted() -> None:
-    world = World()
-    world.submit()
-    world.run_cycles()
-    world.delete(Resource.ADASCALEJOBS, "digits")
-    world.run_cycles()
-    assert world.service.list_jobs() == []
-    world.service.post(GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0))
-    world.run_cycles()
-    assert world.service.list_jobs() == []
-
-
 def test_reports_and_generations_reach_the_status() -> None:
     world = World()
     world.submit()

@@ -126,7 +126,7 @@ def test_a_count_is_given_up_if_a_replica_is_refused_or_fails_its_check(
     later = replace(growing, now=growing.now + TIMEOUT_TRAINING)
     for each in (growing, later):
         decided(scheduler, each)
-    failed = scheduler.failed_placement(later)
+    failed = scheduler.schedule(later).failed_placement
     assert failed is not None
     assert (failed.count, failed.limit) == (3, 2)
     assert (failed.reason, failed.message) == (reason, message)
@@ -135,7 +135,7 @@ def test_a_count_is_given_up_if_a_replica_is_refused_or_fails_its_check(
     scheduler.set_resources(None, ())
     again = replace(later, now=failed.until)
     decided(scheduler, again)
-    assert scheduler.failed_placement(again) is None
+    assert scheduler.schedule(again).failed_placement is None
 
 
 def test_replicas_that_wait_for_a_scheduling_gate_are_no_failed_placement() -> None:
@@ -148,4 +148,4 @@ def test_replicas_that_wait_for_a_scheduling_gate_are_no_failed_placement() -> N
     later = replace(growing, now=growing.now + TIMEOUT_TRAINING)
     for each in (growing, later):
         decided(scheduler, each)
-    assert scheduler.failed_placement(later) is None
+    assert scheduler.schedule(later).failed_placement is None

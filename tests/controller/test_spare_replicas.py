@@ -283,7 +283,7 @@ def test_a_spare_that_can_not_be_placed_for_long_is_no_failed_placement() -> Non
     scheduler.set_resources([node(2)], ())
     for passed in (0.0, TIMEOUT_TRAINING + 1):
         scheduler.update(replace(waiting, now=NOW + passed))
-    assert scheduler.failed_placement(replace(waiting, now=NOW + TIMEOUT_TRAINING + 1)) is None
+    assert scheduler.schedule(replace(waiting, now=NOW + TIMEOUT_TRAINING + 1)).failed_placement is None
 
 
 def test_the_free_resources_are_computed_once_however_many_jobs_have_spares(

@@ -116,33 +116,19 @@ def _without_effect(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[
     )
     if problem is not None:
         yield Event("ReplicaLimitTooLow", problem, warning=True)
-    if (steps := _steps_after_end(observed)) is not None:
-        yield Event("NotContinued", _not_continued(observed, steps), warning=True)
-
-
-def _steps_after_end(observed: ObservedJob) -> int | None:
-    """Return the progress at which a complete job would end if an edit has set it above the present one."""
     status, job = observed.resource.status, observed.resource.job
-    steps = job.spec.steps if job is not None else None
-    progress = status.get("progress")
+    steps, progress = job.spec.steps if job is not None else None, status.get("progress")
     if steps is None or progress is None or not is_true(status, ConditionType.COMPLETE):
-        return None
+        return
     # The text in the status is a share of the steps before.
-    is_changed = progress_text(progress, steps) != status.get("progressText")
-    return steps if is_changed and progress < steps else None
-
-
-def _not_continued(observed: ObservedJob, steps: int) -> str:
-    job = observed.resource.job
-    samples = job.spec.train_samples if job is not None else None
-    end = f"scaleInvariantSteps {steps}" if samples is None else f"trainSamples {samples}"
-    message = f"A complete AdaScaleJob is not continued: to train to {end}, delete it and apply it again"
-    if observed.claim is not None and observed.claim.own:
-        return (
-            f"{message}. Its checkpoints in PersistentVolumeClaim {observed.claim.name} are deleted with it, "
-            "so training starts from scratch; with spec.checkpoint.claimName or url it would continue"
-        )
-    return f"{message} with the same spec.checkpoint; it continues from its checkpoints"
+    if progress < steps and progress_text(progress, steps) != status.get("progressText"):
+        message = "A complete AdaScaleJob is not continued: to train further, delete it and apply it again"
+        if observed.claim is not None and observed.claim.own:
+            message += (
+                f". Its checkpoints in PersistentVolumeClaim {observed.claim.name} are deleted with it, so "
+                "training starts from scratch; with spec.checkpoint.claimName or url it would continue"
+            )
+        yield Event("NotContinued", message, warning=True)
 
 
 _NORMAL = frozenset(

@@ -193,17 +193,12 @@ class JobFollower:
                 self._loop.call_soon_threadsafe(self._on_news)
 
 
-MAX_DEREGISTERED = 100_000
-"""How many deregistered jobs are remembered."""
-
-
 class Deregistration:
     """Removes jobs from the metrics service that the cluster no longer has."""
 
     def __init__(self, service: MetricsServiceClient, namespace: str | None) -> None:
         self._service = service
         self._namespace = namespace
-        self._deregistered: dict[str, None] = {}
 
     def deleted(
         self,
@@ -225,9 +220,6 @@ class Deregistration:
                 continue
             try:
                 await asyncio.to_thread(self._service.delete_job, job_id)
-                self._deregistered[job_id] = None
-                if len(self._deregistered) > MAX_DEREGISTERED:
-                    del self._deregistered[next(iter(self._deregistered))]
                 logger.info("%s is deleted; removed it from the metrics service", job_id)
             except ServiceError as error:
                 if not (isinstance(error, ServiceRefusedError) and error.status == 404):
@@ -236,9 +228,7 @@ class Deregistration:
     def _is_ours(self, view: JobView) -> bool:
         """Whether the operator may delete a job that has no AdaScaleJob.
 
-        A job that only has reports was created by hand and stays, unless it was deregistered before and a
-        late report created it again.
+        A job that only has reports was created by hand and stays.
         """
         watched = self._namespace in (None, view.id.partition(".")[0])
-        managed = view.spec is not None or view.desired is not None or bool(view.replicas)
-        return watched and (managed or view.id in self._deregistered)
+        return watched and (view.spec is not None or view.desired is not None or bool(view.replicas))

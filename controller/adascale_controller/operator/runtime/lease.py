@@ -63,11 +63,6 @@ class Election:
         retry_interval: float = RETRY_INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 < retry_interval < renew_deadline < duration:
-            raise ValueError(
-                "must be 0 < retry_interval < renew_deadline < duration; "
-                f"got {retry_interval}, {renew_deadline}, {duration}"
-            )
         self._api = api
         self._namespace, self._name = place
         self._identity = identity

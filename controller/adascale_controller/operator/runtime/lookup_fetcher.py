@@ -38,11 +38,7 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.observed_job import (
-    Admission,
-    CachedJob,
-    QueueView,
-)
+from adascale_controller.operator.observe.observed_job import Admission, CachedJob, QueueView
 from adascale_controller.operator.observe.observer import (
     START_EVENTS,
     LookupResults,

@@ -11,8 +11,6 @@ from types import MappingProxyType
 
 from adascale_controller.explanations import ExplanationSchedule
 from adascale_controller.formatting import plural
-from adascale_controller.job.failing_counts import FailingCount
-from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.measurements import TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
@@ -36,10 +34,7 @@ from adascale_controller.operator.schedule.job_memory import (
     RequestKind,
 )
 from adascale_controller.operator.schedule.nodes import NodeSelection
-from adascale_controller.operator.types.actions import (
-    CapacityRequest,
-    Schedule,
-)
+from adascale_controller.operator.types.actions import CapacityRequest, Schedule
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
@@ -405,8 +400,12 @@ class Scheduler:
     def schedule(self, job: ObservedJob) -> Schedule:
         """Return what is scheduled for a job."""
         memory, decision = self._memories.get(job.resource.uid), self.decision(job.resource.id)
-        request = memory.requests.active if memory is not None else None
-        return Schedule(decision, self.failed_placement(job), self.failing_count(job), request)
+        failing = job.recorded_failing_count
+        if memory is None:
+            return Schedule(decision, failing_count=failing)
+        if memory.digest == job.digest:
+            failing = memory.failing_counts.given_up
+        return Schedule(decision, memory.backoff.failed_placement(job.now), failing, memory.requests.active)
 
     def decision(self, job_id: str) -> Decision | None:
         """Return what holds for a job. None if it may not run, or waits for its first decision."""
@@ -511,7 +510,9 @@ class Scheduler:
             count = result.growth.get(job_id)
             is_settled = decision.replicas == candidate.state.replicas == observed.training_replicas
             may_grow = (
-                is_settled and self.failed_placement(observed) is None and self._may_request_nodes(candidate)
+                is_settled
+                and job.memory.backoff.failed_placement(observed.now) is None
+                and self._may_request_nodes(candidate)
             )
             return (NODES, count) if count is not None and count > decision.replicas and may_grow else None
         if job_id in result.preempting:
@@ -562,18 +563,6 @@ class Scheduler:
         return present.capacity(self._candidates.values(), demands, result.problems).fits(counts)
 
     # -- one job --------------------------------------------------------------------------------------------
-
-    def failed_placement(self, job: ObservedJob) -> FailedPlacement | None:
-        """Return the count of a job that could not be placed and may not be scheduled yet."""
-        memory = self._memories.get(job.resource.uid)
-        return memory.backoff.failed_placement(job.now) if memory is not None else None
-
-    def failing_count(self, job: ObservedJob) -> FailingCount | None:
-        """Return the count on which the program of a job fails at once; None if there is none."""
-        memory = self._memories.get(job.resource.uid)
-        if memory is None or memory.digest != job.digest:
-            return job.recorded_failing_count
-        return memory.failing_counts.given_up
 
     def next_due(self, job: ObservedJob) -> float:
         """Return when time alone changes the state of a job, in seconds since 1970; infinite if never."""
