@@ -43,6 +43,7 @@ PUBLIC_NAMES = {
     "ElasticAccelerator",
     "ElasticStrategy",
     "Evaluation",
+    "Observation",
     "SecondMomentOptimizer",
     "adam_hyperparameters",
     "elastic",

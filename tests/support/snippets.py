@@ -354,6 +354,18 @@ for _ in range(10):
 assert progress == 10, progress
 torch.distributed.destroy_process_group()
 """,
+    "adascale-observe": IMPORTS
+    + """\
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+PART 1
+for _ in range(200):
+    optimizer.zero_grad()
+    x, y = next(iter(DataLoader(dataset, batch_size=16)))
+    criterion(model(x), y).backward()
+    optimizer.step()
+assert len(open("gain.csv").readlines()) == 3
+""",
     "train-samples": IMPORTS
     + """\
 PART 1

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from adascale import Observation
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
 from worker.adascale_problem import (
@@ -50,7 +51,7 @@ def assert_sharded_matches_reference(
     shape: tuple[int, ...] = (2,),
     frozen: bool = False,
     adam: bool = False,
-    divides_loss: bool = False,
+    as_torchtitan: bool = False,
     **arguments: Any,
 ) -> AdaScale:
     """As `assert_matches_reference`, for `fully_shard`.
@@ -58,7 +59,7 @@ def assert_sharded_matches_reference(
     Args:
         micro: passes of a rank in a step.
         reductions: reduce-scatters of a rank in a step, each of one micro-gradient; `micro` if None.
-        divides_loss: whether the loop divides the loss by the number of ranks, and FSDP2 takes the sum.
+        as_torchtitan: whether modules are sharded together, and gradients summed: the loop divides the loss.
     """
     names = ("replicas", "shards")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -66,13 +67,15 @@ def assert_sharded_matches_reference(
     model.first.requires_grad_(not frozen)
     reference_model = copy.deepcopy(model)
     tolerance = 1e-6 if dtype is torch.float64 else 1e-3
-    if groups is not by_kind:
+    if as_torchtitan:
+        fully_shard([model.first, model.second], mesh=mesh)
+    elif groups is not by_kind:
         fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
     kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
     settings: dict[str, Any] = {"lr": 0.05, **({} if adam else {"momentum": 0.9})}
-    if divides_loss:
-        for module in (model, model.first):
+    if as_torchtitan:
+        for module in (model, model.first, model.second):
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     optimizer = AdaScale(
@@ -258,8 +261,36 @@ def fully_sharded_parameters_of_adam() -> None:
 
 
 @case
+def fully_sharded_parameters_that_are_observed() -> None:
+    """The weights are those without AdaScale, and the estimates those of AdaScale in charge at a lr of 0."""
+    weights: list[Tensor] = []
+    gains: list[float] = []
+    for lr, observes in ((0.05, False), (0.05, True), (0.0, False), (0.0, True)):
+        model = network()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        plain_optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        seen: list[Observation] = []
+        if observes or lr == 0.0:
+            observe = seen.append if observes else False
+            adascale = AdaScale(plain_optimizer, model=model, observe=observe, observe_every=1)
+        optimizer = adascale if lr == 0.0 and not observes else plain_optimizer
+        for number, batch in enumerate(batches(4)):
+            if number % 2 == dist.get_rank():
+                backward(squared_error(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(torch.cat([p.full_tensor().flatten() for p in model.parameters()]))  # type: ignore[attr-defined]
+        if lr == 0.0:
+            gains.append(adascale.gain())
+        if observes and dist.get_rank() == 0:
+            assert [each.step for each in seen] == [2], "AdamW has no second moments before the first step"
+    assert torch.equal(weights[0], weights[1])
+    assert gains[0] == pytest.approx(gains[1], rel=1e-9)
+
+
+@case
 def fully_sharded_gradients_that_are_summed() -> None:
-    """As torchtitan does, whose loss is the sum over tokens divided by the tokens of all ranks."""
+    """The loss of torchtitan is the sum over the tokens of a rank, divided by the tokens of all ranks."""
 
     def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
         for batch in step:
@@ -268,4 +299,4 @@ def fully_sharded_gradients_that_are_summed() -> None:
         optimizer.zero_grad()
 
     for adam in (False, True):
-        assert_sharded_matches_reference(loop, divides_loss=True, adam=adam, micro=2, dtype=torch.float32)
+        assert_sharded_matches_reference(loop, as_torchtitan=True, adam=adam, micro=2, dtype=torch.float32)

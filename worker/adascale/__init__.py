@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from adascale import errors as errors
     from adascale_worker.adascale import AdaScale as AdaScale
     from adascale_worker.loop.evaluation import Evaluation as Evaluation
+    from adascale_worker.scaling.observation import Observation as Observation
     from adascale_worker.scaling.rules import SecondMomentOptimizer as SecondMomentOptimizer
     from adascale_worker.scaling.rules import adam_hyperparameters as adam_hyperparameters
     from adascale_worker.trainer import ElasticTrainer as ElasticTrainer
@@ -21,6 +22,7 @@ _MODULE_OF = {
     "AdaScale": "adascale_worker.adascale",
     "ElasticTrainer": "adascale_worker.trainer",
     "Evaluation": "adascale_worker.loop.evaluation",
+    "Observation": "adascale_worker.scaling.observation",
     "ReentryState": "adascale_worker.trainer",
     "SecondMomentOptimizer": "adascale_worker.scaling.rules",
     "adam_hyperparameters": "adascale_worker.scaling.rules",
@@ -30,6 +32,7 @@ __all__ = [
     "AdaScale",
     "ElasticTrainer",
     "Evaluation",
+    "Observation",
     "ReentryState",
     "SecondMomentOptimizer",
     "adam_hyperparameters",

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast, overload
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.batch.gain import GradientEstimate, require_max_gain, require_scale, require_smoothing
 from adascale_worker.errors import UnsupportedOptimizerError
+from adascale_worker.scaling.observation import Observer, Report, report_to
 from adascale_worker.scaling.statistics.all_reduce import Shards, StatisticsJoinHook
 from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
 from adascale_worker.scaling.statistics.norms import local_shard
@@ -78,6 +80,11 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             gradients to `read`, `end_micro_gradient` and `measure`.
         shards: exchanges the statistics, if each process of a replica has shards of the gradients, which the
             training loop passes.
+        observe: measure without changing anything: the step is that of `optimizer`, which the program may go
+            on calling itself. Rank 0 reports what was measured: True writes a line to stderr, a path appends
+            to a CSV file, a function is called with an `Observation`. Any optimizer but LBFGS is measured;
+            others than those above in the Euclidean norm, with a warning.
+        observe_every: number of steps from one report to the next.
         max_gain: L, a finite number above 1. Every gain r becomes 1 / (1 / L + (1 - 1 / L) / r), which is
             below L at every scale, and the estimates become those with such gains. Default: None, no limit
             (docs/adascale.md, "A limit of the gain").
@@ -106,12 +113,15 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         observes_backward: bool = True,
         shards: Shards | None = None,
         max_gain: float | None = None,
+        observe: bool | str | Path | Report = False,
+        observe_every: int = 100,
     ) -> None:
         if isinstance(optimizer, AdaScale):
             raise UnsupportedOptimizerError(
                 "got an AdaScale optimizer; pass the inner optimizer to AdaScale, once"
             )
-        self._rule = scaling_rule_of(optimizer)
+        self._observes = observe is not False
+        self._rule = scaling_rule_of(optimizer, observes=self._observes)
         self._inner = optimizer
         super().__init__(
             cast(Any, [dict(group) for group in optimizer.param_groups]), dict(optimizer.defaults)
@@ -134,6 +144,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if shards is None:
             require_readable(estimator.statistics.reader.unreadable_parameters())
         self._attach(estimator)
+        if self._observes:
+            require_count("observe_every", observe_every)
+            Observer(self, estimator, report_to(observe), observe_every).attach(optimizer)
 
     # -- results ----------------------------------------------------------------------------------------
 
@@ -289,6 +302,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Returns:
             the result of `closure`, or of the inner optimizer's step without a closure.
         """
+        if self._observes:  # by hooks of the inner optimizer
+            return self._inner.step() if closure is None else self._inner.step(closure)
         loss: float | None = None
         if closure is not None:
             with torch.enable_grad():

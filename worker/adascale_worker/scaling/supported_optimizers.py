@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.errors import UnsupportedOptimizerError
+from adascale_worker.process.user_code import warn_user
 from adascale_worker.scaling.rules import AdamRule, ProtocolRule, ScalingRule, SecondMomentOptimizer
 
 _REFUSED = {
@@ -20,8 +21,24 @@ There are several implementations of each, and some are subclasses of SGD or Ada
 """
 
 
-def scaling_rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
-    """Return the rule for the hyperparameters of `optimizer`."""
+def scaling_rule_of(optimizer: torch.optim.Optimizer, *, observes: bool = False) -> ScalingRule:
+    """Return the rule for the hyperparameters of `optimizer`, and the metric of its gradients.
+
+    Without a metric of its own an optimizer is measured in the Euclidean norm, if it is only observed.
+    """
+    try:
+        return _rule_of(optimizer)
+    except UnsupportedOptimizerError:
+        if not observes or isinstance(optimizer, torch.optim.LBFGS):
+            raise
+    warn_user(
+        f"AdaScale observes {type(optimizer).__name__} in the Euclidean norm, because it has no metric for "
+        "it. The critical batch in the optimizer's own metric may be several times smaller or larger"
+    )
+    return ScalingRule(optimizer)
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
     if not isinstance(optimizer, SecondMomentOptimizer):
         _require_not_refused(inner or optimizer)

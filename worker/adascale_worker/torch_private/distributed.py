@@ -244,8 +244,12 @@ class ShardedParameterGroup:
 
     @property
     def sharded_by_fsdp_alone(self) -> list[Tensor]:
-        """The `parameters` that were ordinary tensors before `fully_shard`, and not DTensors."""
-        return [parameter.sharded_param for parameter in self._parameters if not parameter.is_dtensor]
+        """The `parameters` that are sharded over the mesh of `fully_shard`, and over no other dimension."""
+        return [
+            parameter.sharded_param
+            for parameter in self._parameters
+            if not parameter.is_dtensor or parameter.sharded_param.device_mesh == parameter.mesh_info.mesh
+        ]
 
     @property
     def shard_sizes(self) -> list[int]:
@@ -327,12 +331,13 @@ def sharded_parameter_groups(model: torch.nn.Module) -> list[ShardedParameterGro
     """Return the parameter groups of all modules in `model` that `fully_shard` was applied to."""
     from torch.distributed.fsdp import FSDPModule
 
-    return [
-        ShardedParameterGroup(module, group)
+    groups = {
+        id(group): ShardedParameterGroup(module, group)  # modules that were sharded together have the same
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for group in _parameter_groups_of(module)
-    ]
+    }
+    return list(groups.values())
 
 
 def _parameter_groups_of(module: FSDPModule) -> Sequence[Any]:

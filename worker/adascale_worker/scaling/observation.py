@@ -1,0 +1,131 @@
+"""The gain of a training program that AdaScale observes without changing it: `AdaScale(..., observe=...)`."""
+
+import csv
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adascale_core.batch.gain import GradientEstimate
+from adascale_worker.process.user_code import OneTimeWarnings
+from adascale_worker.scaling.statistics.gain_estimator import GainEstimator
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The gain and the noise of the gradients after a step of an observed optimizer.
+
+    Attributes:
+        step: number of steps of the optimizer that were observed.
+        scale: S, the batch of a step in units of the initial batch; by default, the micro-batches of a step.
+        gain: how many steps with the initial batch this step is worth, 1 <= gain <= S.
+        efficiency: gain / S, the progress per sample relative to the initial batch.
+        noise_scale: grad_var / grad_sqr, in units of the initial batch (McCandlish et al. 2018, arXiv
+            1812.06162), in the metric of the optimizer. Infinite while `grad_sqr` is not above 0.
+        critical_batch: the batch with an efficiency of 1/2, in units of the initial batch: noise_scale + 2.
+        grad_sqr: squared norm of the true gradient.
+        grad_var: variance of a gradient of the initial batch.
+        biased: whether the estimates are differences of consecutive steps (one micro-batch for each step).
+    """
+
+    step: int
+    scale: float
+    gain: float
+    efficiency: float
+    noise_scale: float
+    critical_batch: float
+    grad_sqr: float
+    grad_var: float
+    biased: bool
+
+    @classmethod
+    def of(cls, estimate: GradientEstimate, step: int, scale: float) -> "Observation":
+        """Return the observation of an estimate."""
+        sqr, var = max(estimate.grad_sqr, 0.0), max(estimate.grad_var, 0.0)
+        noise = var / sqr if sqr > 0.0 else float("inf")
+        gain = estimate.gain(scale)
+        return cls(step, scale, gain, gain / scale, noise, noise + 2.0, sqr, var, estimate.biased)
+
+    def __str__(self) -> str:
+        """Return the line that is written to stderr."""
+        return (
+            f"adascale: step {self.step}: a batch of {self.scale:g} is worth {self.gain:.2f} steps "
+            f"(efficiency {self.efficiency:.0%}), critical batch {self.critical_batch:.4g}"
+        )
+
+
+Report = Callable[[Observation], object]
+
+
+def report_to(target: bool | str | Path | Report) -> Report:
+    """Return what reports an observation: a function, a CSV file, or for True a line on stderr."""
+    if callable(target):
+        return target
+    if isinstance(target, bool):
+        return lambda observation: print(observation, file=sys.stderr, flush=True)
+    path = Path(target)
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"got observe={str(target)!r}, but there is no folder {path.parent}: create it before"
+        )
+    warnings = OneTimeWarnings()
+
+    def append(observation: Observation) -> None:
+        try:
+            with path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, [field.name for field in fields(Observation)])
+                if file.tell() == 0:
+                    writer.writeheader()
+                writer.writerow(asdict(observation))
+        except OSError as error:
+            warnings.warn("file", f"observations can not be written to {path}, and are left out: {error}")
+
+    return append
+
+
+class Observer:
+    """Measures each step of an optimizer, whoever calls `step()`, and reports every n-th one on rank 0."""
+
+    def __init__(
+        self, adascale: torch.optim.Optimizer, estimator: GainEstimator, report: Report, every: int
+    ) -> None:
+        self._adascale = adascale
+        """Kept for as long as the optimizer, since the program may keep the optimizer only."""
+        self._estimator = estimator
+        self._report = report
+        self._every = every
+        self._steps = 0
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to observe."""
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        optimizer, *rest = args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if closure is None:
+            self._estimator.finish_measurement()
+            return None
+
+        def observed() -> Any:
+            loss = closure()
+            self._estimator.finish_measurement()
+            return loss
+
+        return (optimizer, observed), {name: each for name, each in kwargs.items() if name != "closure"}
+
+    def _after_step(self, *_: object) -> None:
+        self._estimator.end_step()
+        self._steps += 1
+        if self._steps % self._every or (dist.is_initialized() and dist.get_rank() != 0):
+            return
+        estimate = self._estimator.total_estimate()
+        if estimate is not None:
+            self._report(Observation.of(estimate, self._steps, self._estimator.settings.scale))
