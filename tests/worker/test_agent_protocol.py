@@ -21,7 +21,6 @@ from adascale_core.failures import (
     TerminationMessage,
     classify_exit,
 )
-from adascale_worker.agent.trainer_timing import RestartBackoff
 from support.launch import PROGRAM, TIMEOUT, wait_until
 from support.service import Service
 
@@ -281,15 +280,6 @@ def test_restarts_without_a_step_are_counted_and_delayed(job: Job) -> None:
             lambda number=number: job.service.job()["restarts_without_progress"] == number,  # type: ignore[misc]
             f"restart {number}",
         )
-
-
-def test_the_delay_of_restarts_doubles_until_a_step_is_made() -> None:
-    backoff = RestartBackoff()
-    delays = [backoff.delay_after(made_step=False) for _ in range(8)]
-    assert delays == [0, 1, 2, 4, 8, 16, 30, 30]
-    assert all(backoff.delay_after(made_step=False) == delays[-1] for _ in range(2000))
-    assert backoff.delay_after(made_step=True) == 0
-    assert backoff.delay_after(made_step=False) == 0
 
 
 def test_another_version_is_refused_with_both_versions(job: Job) -> None:

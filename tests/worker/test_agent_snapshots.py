@@ -136,6 +136,18 @@ def save_checkpoint(folder: Path, number: tuple[int, int, int]) -> None:
     CheckpointStore(Folder(folder)).save(snapshot, info_of(number))
 
 
+def what_is_loaded(make_trainer: MakeTrainer, memory: SnapshotMemory, folder: Path) -> Any:
+    """Return the state that a replica of the only agent begins with."""
+    trainer = make_trainer(**FIXED)
+    model = network()
+    trainer.program_reentry(model, adamw(model))
+    assert trainer._training is not None
+    state = trainer._training.state
+    state._memory = memory
+    state._checkpointing = Checkpointing(folder, 30.0, trainer._replica.group)
+    return state.load(wait=False)
+
+
 @pytest.mark.parametrize(
     ("copy", "checkpoint", "is_copy_used"),
     [
@@ -162,10 +174,7 @@ def test_a_copy_is_used_only_if_no_later_job_generation_or_step_is_saved(
     save_checkpoint(tmp_path, checkpoint)
     memory = SnapshotMemory(paths, lambda: inf)
     memory.save({"is": "copy"}, info_of(copy), {})
-    checkpointing = Checkpointing(tmp_path, 30.0, make_trainer(**FIXED)._replica.group)
-    loaded = checkpointing.load(kept=memory.newest())
-    assert loaded == {"is": "copy" if is_copy_used else "checkpoint"}
-    assert checkpointing.is_from_memory == is_copy_used
+    assert what_is_loaded(make_trainer, memory, tmp_path) == {"is": "copy" if is_copy_used else "checkpoint"}
 
 
 @pytest.mark.parametrize(
@@ -187,8 +196,7 @@ def test_a_damaged_checkpoint_does_not_count(
     state.write_bytes(b"damaged")
     memory = SnapshotMemory(paths, lambda: inf)
     memory.save({"is": "copy"}, info_of((100, 3, copy)), {})
-    checkpointing = Checkpointing(tmp_path, 30.0, make_trainer(**FIXED)._replica.group)
-    assert checkpointing.load(kept=memory.newest()) == {"is": "copy" if is_copy_used else "checkpoint"}
+    assert what_is_loaded(make_trainer, memory, tmp_path) == {"is": "copy" if is_copy_used else "checkpoint"}
 
 
 def test_after_a_lack_of_memory_copies_are_made_again(

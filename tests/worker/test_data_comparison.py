@@ -268,12 +268,8 @@ def test_the_data_after_a_restart_are_compared_with_the_checkpoint(
     feed = resumed(split(2), state, 0, allow_other_length=True)
     assert "with the present data" in capsys.readouterr().err
     resumed(split(2), feed.state_dict(), 0)
-    # Nobody knows yet whether the program makes other data for each epoch.
+    # The program may make other data for each epoch.
     resumed(split(2), state, 1)
-    replica.progress.epoch = 1
-    replica.load(split(1))
-    with pytest.raises(DatasetError, match="than when the checkpoint was saved"):
-        resumed(split(2), replica.feed.state_dict(), 5)
 
 
 def test_another_order_after_a_restart_is_refused_unless_it_is_of_another_kind() -> None:
@@ -314,9 +310,9 @@ def test_few_samples_are_fetched_for_the_comparison_and_the_generators_stay() ->
     assert len(set(fetched)) == len(fetched) == comparison.SAMPLES
     replica.progress.epoch = 1
     replica.load(data)
-    assert len(fetched) == comparison.SAMPLES + 1
+    assert len(fetched) == 2 * comparison.SAMPLES
     replica.load(data)
-    assert len(fetched) == comparison.SAMPLES + 1
+    assert len(fetched) == 2 * comparison.SAMPLES
     drawn = torch.rand(1).item(), random.random()
     torch.manual_seed(1)
     random.seed(1)

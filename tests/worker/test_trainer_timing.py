@@ -1,36 +1,14 @@
-"""When an agent kills a trainer that does not leave its generation."""
+"""When an agent kills a trainer that does not leave its generation, and starts the next one."""
 
 import pytest
 
 from adascale_core.names import LEAVE_GRACE
-from adascale_worker.agent.trainer_timing import REPLACED_GRACE, RESCALE_GRACE, KillDeadline, release_grace
+from adascale_worker.agent.trainer_timing import REPLACED_GRACE, RESCALE_GRACE, release_grace, restart_delay
 
 
-def test_without_a_deadline_no_trainer_is_killed() -> None:
-    assert not KillDeadline().is_exceeded(1e9)
-
-
-def test_a_deadline_is_advanced_but_not_postponed() -> None:
-    deadline = KillDeadline()
-    deadline.advance(10.0)
-    deadline.advance(20.0)
-    assert [deadline.is_exceeded(now) for now in (9.0, 10.0, 10.5)] == [False, False, True]
-    deadline.advance(5.0)
-    assert deadline.is_exceeded(6.0)
-
-
-def test_a_deadline_that_is_set_replaces_the_one_before() -> None:
-    deadline = KillDeadline()
-    deadline.advance(10.0)
-    deadline.set(20.0)
-    assert not deadline.is_exceeded(15.0)
-
-
-def test_a_deadline_can_be_removed() -> None:
-    deadline = KillDeadline()
-    deadline.set(10.0)
-    deadline.clear()
-    assert not deadline.is_exceeded(11.0)
+def test_the_delay_of_restarts_doubles_until_a_step_is_made() -> None:
+    assert [restart_delay(fruitless) for fruitless in range(9)] == [0, 0, 1, 2, 4, 8, 16, 30, 30]
+    assert restart_delay(3000) == 30
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch.utils.data import (
@@ -20,6 +21,20 @@ from adascale_core.names import LAUNCHER_VARIABLES, MAX_METRICS
 from adascale_worker.errors import DatasetError
 from adascale_worker.reporting.reports import as_number
 from adascale_worker.trainer import ElasticTrainer
+
+
+class TrainerOptions(TypedDict, total=False):
+    """Arguments that the adapters pass on to `ElasticTrainer`."""
+
+    max_batch_size: int | None
+    local_bsz_bounds: Sequence[int | Literal["auto"]] | None
+    train_samples: int | None
+    efficiency_target: float | None
+    checkpoint_dir: str | Path | None
+    checkpoint_interval: float | None
+    max_nonfinite_steps: int | None
+    single_replica_gain: Literal["divided", "consecutive"]
+    max_gain: float | None
 
 
 def hide_launcher(environ: MutableMapping[str, str]) -> dict[str, str]:

@@ -743,10 +743,10 @@ class ElasticTrainer:
                 of each 50 * `batch_size` are sorted by length, and divided into groups of `batch_size`, which
                 are shuffled. Not for a stream.
             allow_other_length: whether training that continues from a checkpoint may have a data set of
-                another length than before, or a stream in place of one with a length, or the reverse. Then
-                the present pass and epoch begin from the start, with the present data set, and a message says
-                how many samples of the pass had been seen. Also whether a data set of the same length may
-                have other samples than before; training continues at the same place.
+                another length than before. Then the present pass and epoch begin from the start, with the
+                present data set, and a message says how many samples of the pass had been seen. Also whether
+                a data set of the same length may have other samples than before; training continues at the
+                same place.
             map: for a stream, a function that makes a sample of a record. It is called for this replica's own
                 records only, in the worker processes if there are any.
             shuffle_buffer: for a stream, the number of records that are shuffled together, in another order

@@ -6,12 +6,12 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,7 +28,7 @@ from adascale_core.names import ENV_JOB_ID
 from adascale_frameworks.accelerate import private
 from adascale_frameworks.accelerate.loaders import ElasticDataLoader
 from adascale_frameworks.accelerate.private import AccelerateStates, require_first
-from adascale_frameworks.common import hide_launcher
+from adascale_frameworks.common import TrainerOptions, hide_launcher
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.trainer import ElasticTrainer
@@ -36,31 +36,31 @@ from adascale_worker.trainer import ElasticTrainer
 _EPOCHS = "for epoch in accelerator.epochs(num_epochs)"
 
 _SHARDED = "each replica of an elastic job has the whole model"
-_ARGUMENTS = {
-    "deepspeed_plugin": _SHARDED,
-    "deepspeed_plugins": _SHARDED,
-    "fsdp_plugin": _SHARDED,
-    "megatron_lm_plugin": _SHARDED,
-    "torch_tp_plugin": _SHARDED,
-    "parallelism_config": _SHARDED,
-}
-_VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": _SHARDED,
-    "ACCELERATE_USE_FSDP": _SHARDED,
-    "ACCELERATE_USE_MEGATRON_LM": _SHARDED,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": _SHARDED,
-}
+_ARGUMENTS = (
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "torch_tp_plugin",
+    "parallelism_config",
+)
+_VARIABLES = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
 
 
 def refuse_unsupported(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Check the arguments of `Accelerator`, and what `accelerate config` sets in the environment."""
-    for name, reason in _ARGUMENTS.items():
+    for name in _ARGUMENTS:
         if arguments.get(name) is not None:
-            raise WorkerError(f"ElasticAccelerator got {name}, but {reason}: leave it out")
-    for name, reason in _VARIABLES.items():
+            raise WorkerError(f"ElasticAccelerator got {name}, but {_SHARDED}: leave it out")
+    for name in _VARIABLES:
         if environ.get(name, "").lower() in ("true", "1"):
             raise WorkerError(
-                f"{name} is {environ[name]}, but {reason}: start the program without a configuration of "
+                f"{name} is {environ[name]}, but {_SHARDED}: start the program without a configuration of "
                 "`accelerate config` that uses it"
             )
     precision = arguments.get("mixed_precision") or environ.get("ACCELERATE_MIXED_PRECISION")
@@ -103,10 +103,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     `gradient_accumulation_steps`, has to be `batch_size`.
 
     Args:
-        args, options: of `Accelerator`.
-        batch_size, max_batch_size, local_bsz_bounds, scale_invariant_steps, train_samples,
-            efficiency_target, checkpoint_dir, checkpoint_interval, max_nonfinite_steps,
-            single_replica_gain, max_gain, seed: of `ElasticTrainer`. A job file overrides them.
+        args: of `Accelerator`.
+        batch_size, scale_invariant_steps, seed: of `ElasticTrainer`. A job file overrides them.
+        options: of `Accelerator`, and of `ElasticTrainer`: `max_batch_size`, `local_bsz_bounds`,
+            `train_samples`, `efficiency_target`, `checkpoint_dir`, `checkpoint_interval`,
+            `max_nonfinite_steps`, `single_replica_gain`, `max_gain`.
 
     Attributes:
         trainer: the `ElasticTrainer`, for what Accelerate has no name for, such as `trainer.weighted` and
@@ -121,36 +122,22 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self,
         *args: Any,
         batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        local_bsz_bounds: Sequence[int | Literal["auto"]] | None = None,
         scale_invariant_steps: int | None = None,
-        train_samples: int | None = None,
-        efficiency_target: float | None = None,
-        checkpoint_dir: str | Path | None = None,
-        checkpoint_interval: float | None = None,
-        max_nonfinite_steps: int | None = None,
-        single_replica_gain: Literal["divided", "consecutive"] = "divided",
-        max_gain: float | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
+        of_trainer: Any = {
+            name: options.pop(name) for name in TrainerOptions.__annotations__ if name in options
+        }
         options = dict(inspect.signature(Accelerator).bind(*args, **options).arguments)
         refuse_unsupported(options, os.environ)
         require_first()
         self.trainer = ElasticTrainer(
             batch_size,
-            max_batch_size,
-            local_bsz_bounds,
             scale_invariant_steps=scale_invariant_steps,
-            train_samples=train_samples,
-            efficiency_target=efficiency_target,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_interval=checkpoint_interval,
-            max_nonfinite_steps=max_nonfinite_steps,
-            single_replica_gain=single_replica_gain,
-            max_gain=max_gain,
             seed=seed,
             device="cpu" if options.get("cpu") else None,
+            **of_trainer,
         )
         hidden = hide_launcher(os.environ)
         try:
@@ -361,6 +348,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         @wraps(getattr(step, "__func__", step))
         def observed(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             nonlocal is_in_scaler
+            self._has_stepped = True
             if scaler is None or is_in_scaler:
                 return step(*args, **kwargs)
             is_in_scaler = True
@@ -371,13 +359,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             scaler.update()
             return result
 
-        def counted(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return observed(own, *args, **kwargs)
-            finally:
-                self._has_stepped = True
-
-        optimizer.step = MethodType(wraps(observed)(counted), optimizer)  # type: ignore[method-assign]
+        optimizer.step = MethodType(observed, optimizer)  # type: ignore[method-assign]
 
     # -- loops ------------------------------------------------------------------------------------------
 

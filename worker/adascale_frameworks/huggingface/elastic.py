@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from accelerate import PartialState
 from transformers import Trainer
 
 from adascale_core.names import ENV_AGENT_SOCKET
-from adascale_frameworks.common import hide_launcher
+from adascale_frameworks.common import TrainerOptions, hide_launcher
 from adascale_frameworks.huggingface.data import Order
 from adascale_frameworks.huggingface.elastic_trainer import (
     ElasticMixin,
@@ -33,17 +31,9 @@ def elastic(
     trainer: T,
     *,
     batch_size: int | None = None,
-    max_batch_size: int | None = None,
-    local_bsz_bounds: Sequence[int | Literal["auto"]] | None = None,
-    efficiency_target: float | None = None,
-    checkpoint_dir: str | Path | None = None,
-    checkpoint_interval: float | None = None,
-    max_nonfinite_steps: int | None = None,
-    single_replica_gain: Literal["divided", "consecutive"] = "divided",
-    max_gain: float | None = None,
-    train_samples: int | None = None,
     order: Order | None = None,
     hyperparameters: Choice = "checkpoint",
+    **options: Unpack[TrainerOptions],
 ) -> T:
     """Make a `Trainer` of Hugging Face elastic, and return it.
 
@@ -59,11 +49,12 @@ def elastic(
         trainer: before its `train` is called.
         batch_size: the initial batch size (B0), in samples. Default: that of a plain `Trainer` on one device,
             `per_device_train_batch_size * gradient_accumulation_steps`.
-        max_batch_size, local_bsz_bounds, efficiency_target, checkpoint_dir, checkpoint_interval,
-            max_nonfinite_steps, single_replica_gain, max_gain: of `ElasticTrainer`.
-        train_samples: of `ElasticTrainer`, in place of `max_steps` and `num_train_epochs`.
         order: of `ElasticTrainer.dataloader`, in place of a sampler of the program's own.
         hyperparameters: of `ElasticTrainer.program_reentry`.
+        options: other arguments of `ElasticTrainer`: `max_batch_size`, `local_bsz_bounds`,
+            `efficiency_target`, `checkpoint_dir`, `checkpoint_interval`, `max_nonfinite_steps`,
+            `single_replica_gain`, `max_gain`, and `train_samples`, in place of `max_steps` and
+            `num_train_epochs`.
 
     Returns:
         `trainer` itself.
@@ -82,20 +73,7 @@ def elastic(
         raise WorkerError("elastic() got a Trainer that is elastic already: call it once")
     require_supported(trainer)
     samples = require_train_dataset(trainer)
-    made, batch_size = _make_elastic_trainer(
-        trainer,
-        samples,
-        batch_size,
-        max_batch_size=max_batch_size,
-        local_bsz_bounds=local_bsz_bounds,
-        efficiency_target=efficiency_target,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_interval=checkpoint_interval,
-        max_nonfinite_steps=max_nonfinite_steps,
-        single_replica_gain=single_replica_gain,
-        max_gain=max_gain,
-        train_samples=train_samples,
-    )
+    made, batch_size = _make_elastic_trainer(trainer, samples, batch_size, options)
     _run_as_one_process(trainer)
     run = TrainingRun(made, hyperparameters)
     own = type(trainer)
@@ -114,7 +92,7 @@ def elastic(
 
 
 def _make_elastic_trainer(
-    trainer: Trainer, samples: int, batch_size: int | None, *, train_samples: int | None, **options: Any
+    trainer: Trainer, samples: int, batch_size: int | None, options: TrainerOptions
 ) -> tuple[ElasticTrainer, int]:
     """Return the elastic trainer of a framework's trainer, and the initial batch size."""
     args = trainer.args
@@ -123,12 +101,17 @@ def _make_elastic_trainer(
     argument = own if batch_size is None else batch_size
     used = job.batch_size or argument
     steps = args.max_steps if args.max_steps > 0 else max(1, int(args.num_train_epochs * samples / used))
-    options |= {"scale_invariant_steps": steps} if train_samples is None else {"train_samples": train_samples}
     if ENV_AGENT_SOCKET in os.environ and torch.distributed.is_initialized():
         # `TrainingArguments` has initialized a group of this process alone, for a launcher in between.
         torch.distributed.destroy_process_group()
     seed = args.seed if args.data_seed is None else args.data_seed
-    made = ElasticTrainer(argument, seed=seed, device=args.device, **options)
+    made = ElasticTrainer(
+        argument,
+        scale_invariant_steps=steps if options.get("train_samples") is None else None,
+        seed=seed,
+        device=args.device,
+        **options,
+    )
     return made, used
 
 

@@ -153,49 +153,43 @@ class ElasticCallbackHandler(CallbackHandler):  # type: ignore[misc]
         self._trainer = trainer
         self._run = run
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Restore the state of training before the callbacks are called."""
-        self._run.enter(self._trainer)
-        return super().on_train_begin(args, state, control, **kwargs)
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Begin an epoch, unless training was finished before."""
-        self._run.follow_rank(self._trainer)
-        if self._run.elastic.finished:
-            control.should_epoch_stop = False
-            return control
-        return super().on_epoch_begin(args, state, control, **kwargs)
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Begin a step, with its first micro-batch."""
+        """Begin a step, with its first micro-batch. What callbacks have requested inside a step stays."""
         if self._run.is_inside_step:
             return control
         self._run.is_inside_step = True
         return super().on_step_begin(args, state, control, **kwargs)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    def call_event(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Call the callbacks if the gradients are those of a whole step."""
-        if not self._run.elastic.completes_step:
-            return control
-        return super().on_pre_optimizer_step(args, state, control, **kwargs)
+        """Call the callbacks for an event, if it is one of the elastic training too."""
+        run, elastic = self._run, self._run.elastic
+        match event:
+            case "on_train_begin":
+                # The state of training is restored before.
+                run.enter(self._trainer)
+            case "on_epoch_begin":
+                run.follow_rank(self._trainer)
+                if elastic.finished:
+                    return control
+            case "on_pre_optimizer_step" if not elastic.completes_step:
+                return control
+            case "on_optimizer_step" if not elastic.made_step:
+                return control
+            case "on_step_end":
+                return self._end_micro_batch(args, state, control, **kwargs)
+            case "on_epoch_end" if not self._leave_epoch(control):
+                return control
+            case "on_train_end":
+                # The end of training is saved before.
+                run.end()
+                run.follow_rank(self._trainer)
+        return super().call_event(event, args, state, control, **kwargs)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Call the callbacks if the optimizer has changed the weights."""
-        if not self._run.elastic.made_step:
-            return control
-        return super().on_optimizer_step(args, state, control, **kwargs)
-
-    def on_step_end(
+    def _end_micro_batch(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Count a micro-batch, and after the last one of a step its steps at the initial batch size."""
@@ -209,13 +203,11 @@ class ElasticCallbackHandler(CallbackHandler):  # type: ignore[misc]
         state.global_step, state.epoch = run.global_step(state), run.epoch()
         for step in completed:
             state.global_step = step
-            control = super().on_step_end(args, state, control, **kwargs)
+            control = super().call_event("on_step_end", args, state, control, **kwargs)
         return control
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Leave the epoch, and stop after the last one."""
+    def _leave_epoch(self, control: TrainerControl) -> bool:
+        """Leave an epoch, stop after the last one, and return whether this replica has trained in it."""
         data, finished = self._run.data, self._run.elastic.finished
         assert data is not None
         data.leave()
@@ -223,16 +215,5 @@ class ElasticCallbackHandler(CallbackHandler):  # type: ignore[misc]
         if not data.has_delivered:
             # This replica has joined at the end of an epoch. The loop takes that for the end of all data.
             control.should_training_stop = False
-        if finished:
-            control.should_training_stop = True
-            if not data.has_delivered:
-                return control
-        return super().on_epoch_end(args, state, control, **kwargs)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Save the end of training before the callbacks are called."""
-        self._run.end()
-        self._run.follow_rank(self._trainer)
-        return super().on_train_end(args, state, control, **kwargs)
+        control.should_training_stop = control.should_training_stop or finished
+        return data.has_delivered or not finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import secrets
@@ -47,9 +48,8 @@ from adascale_worker.agent.trainer_process import TrainerProcess, reap_orphans
 from adascale_worker.agent.trainer_timing import (
     KILL_INTERVAL,
     RESCALE_GRACE,
-    KillDeadline,
-    RestartBackoff,
     release_grace,
+    restart_delay,
 )
 from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
 from adascale_worker.process.environment import package_version, read_processes
@@ -154,7 +154,8 @@ class Agent:
         if ENV_SNAPSHOT_FILES not in environ:
             self._snapshots = Snapshots(replica, address, lambda: self._heartbeat.key, self._events.notify)
             self._environ[ENV_SNAPSHOT_FILES] = self._snapshots.files
-        self._backoff = RestartBackoff()
+        self._fruitless = 0
+        """Trainers that were killed one after the other before they had finished a step."""
         self._restart_at = 0.0
         self._trainers = 0
         """The number of trainers that were started."""
@@ -163,7 +164,8 @@ class Agent:
         self._held = 0
         """The newest generation for which the trainer was sent `hold`."""
         self._released = False
-        self._deadline = KillDeadline()
+        self._kill_at = math.inf
+        """When the trainer is killed unless it has left its generation."""
         self._terminate_sent = False
         self._link_check = LinkCheck(replica)
         self._registered: Registration | None = None
@@ -282,7 +284,7 @@ class Agent:
     def _start_trainer(self, desired: Allocation) -> TrainerProcess:
         self._trainers += 1
         self._assignment, self._held, self._released = None, 0, False
-        self._deadline, self._terminate_sent = KillDeadline(), False
+        self._kill_at, self._terminate_sent = math.inf, False
         self._link_check = LinkCheck(self._replica)
         active = self._view.active
         others_train = active is not None and bool(active.indices - {self._replica})
@@ -329,17 +331,17 @@ class Agent:
                 else:
                     # A signal would only reach a shell that has started it, or a handler of the program.
                     trainer.send(Terminate())
-                self._deadline.set(now + self._termination_grace)
+                self._kill_at = now + self._termination_grace
             if self._snapshots is not None and status.port is not None and self._assigned == 0:
                 self._snapshots.follow(self._view)
             self._instruct(trainer, now)
             if status.port is not None and self._may_register(trainer):
                 self._register(self._registration(trainer, status.state))
-            if self._deadline.is_exceeded(now):
+            if now > self._kill_at:
                 reason = f"it did not leave generation {status.generation} in time"
                 print(f"adascale-agent: killed the trainer: {reason}", flush=True)
                 trainer.kill()
-                self._deadline.set(now + KILL_INTERVAL)
+                self._kill_at = now + KILL_INTERVAL
             self._events.wait()
 
     def _may_register(self, trainer: TrainerProcess) -> bool:
@@ -376,7 +378,7 @@ class Agent:
         must_hold = self._held > 0 and self._held == self._assigned
         if is_current and (holds or not must_hold) and not (self._released or self._events.terminating):
             # It has done what the message requested.
-            self._deadline.clear()
+            self._kill_at = math.inf
         if active is None or self._released:
             return
         if not self._heartbeat.key:
@@ -386,19 +388,19 @@ class Agent:
         match instruction(view, self._replica, self._instance, self._assigned, holds=holds):
             case Instruction.ASSIGN if self._snapshots is None or self._snapshots.is_ready(active):
                 self._assign(trainer, active)
-                self._deadline.advance(now + RESCALE_GRACE)
+                self._kill_at = min(self._kill_at, now + RESCALE_GRACE)
             case Instruction.HOLD if self._held < active.generation:
                 self._held = active.generation
                 trainer.send(Hold(active.generation))
                 if not self._events.terminating:
-                    self._deadline.advance(now + LEAVE_GRACE)
+                    self._kill_at = min(self._kill_at, now + LEAVE_GRACE)
             case Instruction.RELEASE:
                 self._released = True
                 # With no members, nobody else keeps the state.
                 last = not active.members
                 trainer.send(Release(active.generation, last=last))
                 was_lost = is_taken_for_lost(view, self._replica, self._instance, self._assignment)
-                self._deadline.advance(now + release_grace(was_lost=was_lost, last=last))
+                self._kill_at = min(self._kill_at, now + release_grace(was_lost=was_lost, last=last))
 
     def _assign(self, trainer: TrainerProcess, allocation: ActiveAllocation) -> None:
         rank = allocation.rank_of(self._replica, self._instance)
@@ -442,7 +444,9 @@ class Agent:
             return self._exit(trainer, ReplicaState.TERMINATED, EXIT_REENTRY)
         self._register(self._registration(trainer, state, code))
         was_wanted = self._released or state is ReplicaState.REENTERING
-        delay = 0.0 if was_wanted else self._backoff.delay_after(made_step=status.stepped > 0)
+        if not was_wanted:
+            self._fruitless = 0 if status.stepped else self._fruitless + 1
+        delay = 0.0 if was_wanted else restart_delay(self._fruitless)
         self._restart_at = time.monotonic() + delay
         return None
 

@@ -15,29 +15,6 @@ KILL_INTERVAL = 10.0
 """Seconds after which a trainer that has survived SIGKILL (in uninterruptible sleep) is killed again."""
 
 
-class KillDeadline:
-    """The time at which a trainer is killed. Times are in seconds on any clock."""
-
-    def __init__(self) -> None:
-        self._time: float | None = None
-
-    def set(self, time: float) -> None:
-        """Set the deadline to `time`."""
-        self._time = time
-
-    def clear(self) -> None:
-        """Remove the deadline."""
-        self._time = None
-
-    def advance(self, time: float) -> None:
-        """Set the deadline to `time` unless it is earlier already."""
-        self._time = time if self._time is None else min(self._time, time)
-
-    def is_exceeded(self, now: float) -> bool:
-        """Whether the trainer must be killed."""
-        return self._time is not None and now > self._time
-
-
 def release_grace(*, was_lost: bool, last: bool) -> float:
     """Return the seconds that a released trainer may take to exit.
 
@@ -53,20 +30,11 @@ MAX_DELAY = 30.0
 """Maximum seconds before the next trainer is started."""
 
 
-class RestartBackoff:
-    """Delays the start of a trainer after others that were killed before they had finished a step.
+def restart_delay(fruitless: int) -> float:
+    """Return the seconds until the next trainer is started: 0, 1, 2, 4 and so on.
 
-    It may be killed for the same reason, for example because the program exceeds the memory of its container.
+    `fruitless` trainers were killed before they had finished a step. The next one may be killed for the same
+    reason, for example because the program exceeds the memory of its container.
     """
-
-    def __init__(self) -> None:
-        self._fruitless = 0
-
-    def delay_after(self, *, made_step: bool) -> float:
-        """Return the seconds until the next trainer is started: 0, 1, 2, 4 and so on."""
-        if made_step:
-            self._fruitless = 0
-            return 0.0
-        self._fruitless += 1
-        # The exponent is bounded, because a float overflows.
-        return min(2.0 ** min(self._fruitless - 2, 30), MAX_DELAY) if self._fruitless > 1 else 0.0
+    # The exponent is bounded, because a float overflows.
+    return min(2.0 ** min(fruitless - 2, 30), MAX_DELAY) if fruitless > 1 else 0.0

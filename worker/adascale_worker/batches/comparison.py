@@ -1,9 +1,10 @@
 """Whether the replicas have the same data in the same order, and the same as before a restart.
 
-In the first loop of a generation each process fetches a few samples under seeds that follow from their
-indices, where it fetches its batches: in worker processes, if there are any. What all have is compared there,
-and with the checkpoint. Where something differs, each sample is fetched several times, and data that vary by
-themselves are not compared. In each later epoch one sample shows whether the data change with the epochs.
+In the first loop of a generation and of an epoch each process fetches a few samples under seeds that follow
+from their indices, where it fetches its batches: in worker processes, if there are any. What all have is
+compared in the first loop of a generation, and with a checkpoint of the same epoch, since the program may
+make other data for each epoch. Where something differs, each sample is fetched several times, and data that
+vary by themselves are not compared.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ class Record:
     number: int  # of the pass of `order`
     order: list[int]  # indices at some places of a pass
     samples: Found = field(default_factory=list)
-    is_stable: bool = False  # whether the samples were the same in different epochs
     varies: bool = False  # whether a sample differs each time it is fetched
 
 
@@ -81,9 +81,6 @@ class DataComparison:
         record, present = self._record, self._place
         if present == self._compared or (record is not None and record.varies):
             return []
-        is_first = self._compared is None or self._compared[0] != present[0]
-        if not is_first and record is not None:
-            return [index for index, _ in record.samples[:1]]
         if self._group.replicas * self._group.processes == 1 and not self._is_saved:
             return []
         if record is not None and record.samples:
@@ -109,7 +106,7 @@ class DataComparison:
         number, order = _order_at(sequence, consumed)
         record = Record(self._progress.epoch, number, order, found)
         if before is not None:
-            record.is_stable, record.varies = before.is_stable, before.varies
+            record.varies = before.varies
             if not found and not self._awaits_checkpoint:
                 # Persistent worker processes go on with the same data.
                 record.samples, record.epoch = before.samples, before.epoch
@@ -121,8 +118,6 @@ class DataComparison:
                 self._refuse_order(sequence, number, order, before.order)
             if self._awaits_checkpoint:
                 self._compare_checkpoint(before, record, fetch, allow_others=allow_others)
-            elif record.epoch != before.epoch:
-                self._follow(before, record)
         self._record, self._compared, self._awaits_checkpoint = record, self._place, False
 
     @property
@@ -203,7 +198,7 @@ class DataComparison:
     def _compare_checkpoint(
         self, before: Record, record: Record, fetch: Callable[[list[int]], Found], *, allow_others: bool
     ) -> None:
-        if before.epoch != record.epoch and not before.is_stable:
+        if before.epoch != record.epoch:
             # The program may make other data for each epoch.
             return
         # All replicas decide by the same.
@@ -219,21 +214,12 @@ class DataComparison:
             raise DatasetError(
                 f"{what}. To continue exactly, use the data set from before. {CAUSES}. {_CONTINUE}"
             )
-        record.is_stable = False
         if self._group.is_main:
             print(
                 f"adascale: {what}: training continues at the same place of the order with the present data",
                 file=sys.stderr,
                 flush=True,
             )
-
-    def _follow(self, before: Record, record: Record) -> None:
-        """Learn in a later epoch whether the data change with the epochs."""
-        if _first_difference(before.samples, record.samples) is None:
-            record.samples = record.samples + before.samples[len(record.samples) :]
-            record.is_stable = True
-        else:
-            record.is_stable = False
 
     def _refuse_order(
         self, sequence: SampleSequence, number: int, order: list[int], before: list[int]

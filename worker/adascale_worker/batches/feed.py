@@ -138,7 +138,7 @@ class DataFeed:
         if conflicting := _CHOSEN_BY_TRAINER & set(options):
             raise DatasetError(_refusal(conflicting, options))
         if stream is not None:
-            return self._open_stream(dataset, shards, stream, options, shuffle, allow_other_length)
+            return self._open_stream(dataset, shards, stream, options, shuffle)
         if self._group.processes > 1 and options.get("persistent_workers"):
             raise DatasetError(
                 "dataloader() got persistent_workers=True, which is not supported with processesPerReplica: "
@@ -220,7 +220,7 @@ class DataFeed:
     def _begin_order(self, order: Order, *, allow_other_length: bool) -> None:
         """Continue with an order of samples, or begin with another one where that is allowed."""
         if self._kind in _IN_WORDS:
-            self._change_kind(f"has {order.length} samples by index", allow=allow_other_length)
+            raise self._other_kind(f"has {order.length} samples by index")
         progress = self._progress
         before, consumed = self._length, progress.consumed - self._origin.consumed
         if before is not None and before != order.length:
@@ -257,23 +257,16 @@ class DataFeed:
             )
         self._length, self._kind, self._is_open = order.length, order.kind, True
 
-    def _change_kind(self, present: str, *, allow: bool) -> None:
-        """Begin a pass with a data set with items by index in place of a stream, or the reverse."""
+    def _other_kind(self, present: str) -> DatasetError:
+        """Return the error for a data set with items by index in place of a stream, or the reverse."""
         words = _IN_WORDS.get(self._kind or "")
         before = words.replace("is", "was", 1) if words else f"had {self._length} samples by index"
         if self._is_open:
-            raise DatasetError(f"the data set {present}, but {before} before: {ONE_DATA_SET}")
-        if not allow:
-            raise DatasetError(
-                f"the data set {present}, but {before} when the checkpoint was saved. To continue with the "
-                "present data set, at the beginning of the next pass, call trainer.dataloader(dataset, "
-                "allow_other_length=True). To continue exactly, use the data set from before"
-            )
-        self._print(f"the data set {present}, and {before} before: its first pass begins now")
-        progress = self._progress
-        self._origin = Origin(progress.consumed, 0, progress.epoch, progress.progress)
-        self._kind, self._length, self._stream = None, None, None
-        self._comparison.forget()
+            return DatasetError(f"the data set {present}, but {before} before: {ONE_DATA_SET}")
+        return DatasetError(
+            f"the data set {present}, but {before} when the checkpoint was saved. Use the data set from "
+            "before, or start from scratch (adascale run --fresh, or another checkpoint folder)"
+        )
 
     def _print(self, text: str) -> None:
         if self._group.is_main:
@@ -361,7 +354,6 @@ class DataFeed:
         stream: StreamOptions,
         options: dict[str, Any],
         shuffle: bool,
-        allow_other_kind: bool,
     ) -> Load:
         """Use a stream: its shards are dealt to the replicas, if it has any, or each reads the whole."""
         if self._group.processes > 1:
@@ -378,7 +370,7 @@ class DataFeed:
                 "dataloader() got in_order=False, which changes the order of samples: leave it out"
             )
         if self._kind not in (None, kind):
-            self._change_kind(_IN_WORDS[kind], allow=allow_other_kind)
+            raise self._other_kind(_IN_WORDS[kind])
         self._use_division(is_possible=False)
         self._kind, self._is_open, self._stream_is_exact = kind, True, stream.is_exact
         position, begin = self._progress.consumed, self._origin.consumed
@@ -474,13 +466,13 @@ class DataFeed:
             self._seed = state["seed"]
         self._origin = Origin(*state["origin"])
         self._is_open = state["is_open"]
-        self._comparison.load_state_dict(state.get("compared"))
-        if (described := state.get("stream")) is not None:
+        self._comparison.load_state_dict(state["compared"])
+        if (described := state["stream"]) is not None:
             place = {name: value for name, value in described.items() if name != "consumed"}
             if not isinstance(self._stream, StreamFeed):
                 self._stream = StreamFeed(StreamPlace(0), 0)
             self._stream.restore(StreamPlace.from_state(place), described["consumed"])
-        if (described := state.get("shards")) is not None:
+        if (described := state["shards"]) is not None:
             if not isinstance(self._stream, ShardFeed):
                 self._stream = ShardFeed(None, 0, self._group)
             self._stream.restore(ShardPlace.from_state(described), described["consumed"])

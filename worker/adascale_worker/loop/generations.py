@@ -152,7 +152,7 @@ class Generations(Context):
                 failure = described_error(error, SHARED_ERRORS)
             failure = next((each for each in group.own.exchange(failure) if each is not None), None)
         # More steps may be required now than when the end of training was saved.
-        is_final = loaded is not None and checkpointing.has_restored_final and self.job.finished
+        is_final = loaded is not None and self.state.has_loaded_final and self.job.finished
         is_restored, is_final, failure = group.broadcast((loaded is not None, is_final, failure))
         if failure is not None:
             raise shared_error(failure, SHARED_ERRORS, WorkerError)

@@ -49,7 +49,7 @@ from adascale_worker.program.weight_checks import FiniteWeights, WeightCompariso
 from adascale_worker.reporting.reports import Telemetry
 from adascale_worker.state.program import ProgramState, Stateful
 from adascale_worker.state.state import State
-from adascale_worker.state.training import ShardedTrainingState, TrainerPart, TrainingState
+from adascale_worker.state.training import TrainerPart, TrainingState
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
@@ -268,9 +268,7 @@ def _contents(trained: TrainedReplica, feed: DataFeed, telemetry: Telemetry) -> 
         "run": telemetry.run,
         "attributes": ModuleAttributes(trained.program.model),
     }
-    if trained.group.has_mesh:
-        return ShardedTrainingState(trained.group, trained.program, saved, trained.job.checkpoint_info)
-    return TrainingState(trained.program, saved, trained.job.checkpoint_info)
+    return TrainingState(trained.group, trained.program, saved, trained.job.checkpoint_info)
 
 
 def _require_sharded(group: ReplicaGroup, parts: ProgramParts, scaler: torch.amp.GradScaler | None) -> None:

@@ -20,11 +20,12 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_storage import UnusableStorageError, WriteCancelledError, open_storage
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.snapshot_place import StateNumber
 from adascale_worker.program.weight_checks import all_finite, nonfinite_message
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.processes import CheckpointProcesses
 from adascale_worker.state.shards import Shards
-from adascale_worker.state.snapshot_memory import KeptSnapshot, number_of
+from adascale_worker.state.snapshot_memory import number_of
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.tree import Tree
 from adascale_worker.state.weights import BestWeights
@@ -72,8 +73,6 @@ class Checkpointing:
         """That of the last checkpoint that this replica has saved or restored."""
         self.result: dict[str, float | str] = {}
         """The result of training, as far as the program has reported it."""
-        self._kept: KeptSnapshot | None = None
-        """The copy that is restored, because it is later than the last checkpoint."""
         self.has_final = False
         """Whether the state at the end of training is saved."""
         self._is_final_written = False
@@ -141,27 +140,29 @@ class Checkpointing:
     # -- restoring ----------------------------------------------------------------------------------------
 
     def load(
-        self, own: Shards | None = None, *, wait: bool = False, kept: KeptSnapshot | None = None
+        self, own: Shards | None = None, *, wait: bool = False, since: StateNumber | None = None
     ) -> Tree | None:
-        """Return the newest intact checkpoint, or a later copy `kept`; None without any. Called on rank 0.
+        """Return the newest intact checkpoint; None without any. Called on rank 0.
 
-        `own` is the part of the state that this process needs.
+        `own` is the part of the state that this process needs. If `since` is given, earlier checkpoints are
+        not returned, and it is no error that all are damaged.
         """
-        self._kept = None
         store = self._store
+        if store is None:
+            return None
 
         def read() -> tuple[Tree | None, Manifest | None]:
-            newest = store.newest() if store is not None and kept is not None else None
-            if kept is not None and (newest is None or kept.number > number_of(newest)):
+            newest = store.newest() if since is not None else None
+            if since is not None and (newest is None or number_of(newest) < since):
                 return None, newest
             try:
-                state, found = (store.load(own=own) if store is not None else None) or (None, None)
+                state, found = store.load(own=own) or (None, None)
             except UnusableCheckpointError as error:
-                if kept is None:
+                if since is None:
                     raise
                 print(f"adascale: {error}", flush=True)
                 return None, newest
-            if kept is not None and found is not None and kept.number > number_of(found):
+            if since is not None and found is not None and number_of(found) < since:
                 # The newest one is damaged.
                 return None, newest
             return state, found
@@ -170,21 +171,7 @@ class Checkpointing:
         if manifest is not None:
             self.manifest = manifest
             self._saved_at = time.monotonic() - max(time.time() - manifest.saved_at, 0.0)
-        if state is None and kept is not None:
-            try:
-                state, self._kept = kept.read(), kept
-            except CheckpointError as error:
-                print(
-                    f"adascale: the state that the agent has kept in memory cannot be used: {error}",
-                    flush=True,
-                )
-                return self.load(own, wait=wait)
         return state
-
-    @property
-    def is_from_memory(self) -> bool:
-        """Whether `load` has returned the copy, and not a checkpoint."""
-        return self._kept is not None
 
     def later_generation(self, info: CheckpointInfo) -> int | None:
         """Return the generation of the restored checkpoint of this job if `info` is of an earlier one."""
@@ -193,19 +180,15 @@ class Checkpointing:
             return None
         return last.generation
 
-    @property
-    def has_restored_final(self) -> bool:
-        """Whether this replica has restored the checkpoint of the end of training."""
-        return self.manifest is not None and self.manifest.finished and self._kept is None
-
     def keep_final(self, *, is_final: bool) -> None:
         """Use the checkpoint that rank 0 has restored; `is_final`: that of the end of training."""
         self.has_final = self._is_final_written = is_final
-        # What the program has reported before it restores the state is newer.
-        if self._kept is not None:
-            self.result = {**self._kept.result, **self.result}
         if self.manifest is not None and (is_final or not self.manifest.finished):
-            self.result = {**self.manifest.result, **self.result}
+            self.keep_result(self.manifest.result)
+
+    def keep_result(self, result: dict[str, float | str]) -> None:
+        """Use the result of a restored state. What the program has reported before is newer."""
+        self.result = {**result, **self.result}
 
     # -- saving -------------------------------------------------------------------------------------------
 

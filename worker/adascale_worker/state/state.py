@@ -77,6 +77,8 @@ class State:
         self._receive_memory = ReceiveMemory()
         self._initial_weights: InitialWeights | None = None
         """Kept by a replica that joins others, until it has a state."""
+        self._kept: KeptSnapshot | None = None
+        """The copy of the agent that is restored, because it is later than the last checkpoint."""
         self._next_copy_at: float | None = None
         self._lack = ""
         """Why no copies are made, as it was reported."""
@@ -155,38 +157,51 @@ class State:
             self._checkpointing.postpone()
             raise NonFiniteWeightsError(nonfinite_message(self._progress.step))
 
-    def load(self, *, wait: bool) -> tuple[Tree, KeptSnapshot | None] | None:
+    def load(self, *, wait: bool) -> Tree | None:
         """Return the last checkpoint, or a later copy of the agent; None without any. Called on rank 0."""
         self._receive_memory.clear()
-        kept = self._memory.newest() if self._memory is not None else None
-        state = self._checkpointing.load(self.contents.shards, wait=wait, kept=kept)
-        return None if state is None else (state, kept if self._checkpointing.is_from_memory else None)
+        self._kept = kept = self._memory.newest() if self._memory is not None else None
+        since = None if kept is None else kept.number
+        state = self._checkpointing.load(self.contents.shards, wait=wait, since=since)
+        if state is None and kept is not None:
+            try:
+                return kept.read()
+            except CheckpointError as error:
+                _print_unusable_copy(error)
+                state = self._checkpointing.load(self.contents.shards, wait=wait)
+        self._kept = None
+        return state
 
-    def restore(self, loaded: tuple[Tree, KeptSnapshot | None] | None) -> None:
+    @property
+    def has_loaded_final(self) -> bool:
+        """Whether `load` has returned the checkpoint of the end of training."""
+        manifest = self._checkpointing.manifest
+        return manifest is not None and manifest.finished and self._kept is None
+
+    def restore(self, state: Tree | None) -> None:
         """Restore what `load` has returned: without anything, the weights that the model was made with."""
-        if loaded is None:
+        if state is None:
             if self._initial_weights is not None:
                 self._initial_weights.put_back()
             return
-        state, kept = loaded
-        if kept is None:
+        kept = self._kept
+        if kept is None or self._memory is None:
             self.contents.load_state_dict(state)
             return
-        assert self._memory is not None
         self._memory.begin_restoring(kept)
         try:
             self.contents.load_state_dict(state)
         except AdaScaleError as error:
             self._memory.release()
-            print(
-                f"adascale: the state that the agent has kept in memory cannot be used: {error}", flush=True
-            )
+            self._kept = None
+            _print_unusable_copy(error)
             checkpoint = self._checkpointing.load(self.contents.shards, wait=True)
             if checkpoint is None:
                 raise
             self.contents.load_state_dict(checkpoint)
             return
         self._memory.end_restoring(kept)
+        self._checkpointing.keep_result(kept.result)
         print(
             f"adascale: training continues after step {kept.info.step}, with the state that the agent has "
             "kept in memory",
@@ -305,6 +320,10 @@ class State:
             return {}
         index = TensorIndex(spec)
         return self._initial_weights.places(index.numbers_in(("program", "model")), index.layouts)
+
+
+def _print_unusable_copy(error: AdaScaleError) -> None:
+    print(f"adascale: the state that the agent has kept in memory cannot be used: {error}", flush=True)
 
 
 def _tensors_of(state: Mapping[Any, Any]) -> list[Tensor]:

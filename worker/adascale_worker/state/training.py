@@ -30,25 +30,29 @@ class TrainerPart(Protocol):
         """Restore a saved state."""
 
 
-_ADDED_PARTS = frozenset({"attributes", "division", "run"})
-"""Parts that release 0.1.0 has not saved. If its state has another form, what follows says so."""
-
-
 class TrainingState:
     """The state of a training program and of its trainer."""
 
     def __init__(
-        self, program: ProgramState, trainer: Mapping[str, TrainerPart], info: Callable[[], CheckpointInfo]
+        self,
+        group: ReplicaGroup,
+        program: ProgramState,
+        trainer: Mapping[str, TrainerPart],
+        info: Callable[[], CheckpointInfo],
     ) -> None:
+        self._group = group
         self.program = program
         self._trainer = trainer
         self.info = info
         self.replaced: Mapping[str, Any] = {}
         """Parts that are saved in place of those in memory, such as from before an unfinished step."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state. Its tensors are the program's own, not copies."""
-        return {
+    def state_dict(self) -> Tree:
+        """Return the state, with the shards of this process in place of whole tensors.
+
+        Its tensors are the program's own, not copies.
+        """
+        state = {
             "program": self.program.state_dict(),
             # Not with the program, whose state is copied in each step of several optimizers.
             "parameters": self.program.parameter_names(),
@@ -56,87 +60,15 @@ class TrainingState:
             **{name: part.state_dict() for name, part in self._trainer.items()},
             **self.replaced,
         }
+        return _converted(state, lambda tensor, _: _local(tensor)) if self._group.has_mesh else state
 
     @property
     def shards(self) -> Shards | None:
         """The part of the state that this process has; None if it has the whole state."""
-        return None
-
-    def for_checkpoint(self) -> dict[str, Any]:
-        """Return the state, or the part of it that this process has, as it is saved."""
-        return self.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state.
-
-        The batch plan is the saved one; `BatchPlanner.adapt` makes it valid for the present replicas.
-        """
-        for name, part in self._trainer.items():
-            if name in state or name not in _ADDED_PARTS:
-                part.load_state_dict(state[name])
-        load_model(self.program.model, state["program"]["model"])
-        self.program.load_state_dict(state["program"])
-        self.program.require_parameters(state["parameters"])
-        self.program.load_trained(state["trained"])
-
-
-Convert = Callable[[Tensor, object], Tensor]
-
-
-class ShardedTrainingState(TrainingState):
-    """The state of a training program with a sharded model, and of its trainer."""
-
-    def __init__(self, group: ReplicaGroup, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._group = group
-
-    def state_dict(self) -> Tree:
-        """Return the state, with the shards of this process in place of whole tensors."""
-        return _converted(super().state_dict(), lambda tensor, _: _local(tensor))
-
-    def load_state_dict(self, state: Tree) -> None:
-        """Restore a state with the shards of this process.
-
-        Tensors that `Checkpointing.load` has returned whole are divided.
-        """
+        if not self._group.has_mesh:
+            return None
         own = self._group.own
-        templates = self._distributed_tensors(self.program.model.state_dict())
-
-        def distributed(tensor: Tensor, key: object) -> Tensor:
-            template = templates.get(key)
-            if template is None or tensor.dim() == 0:
-                return tensor
-            division, shape = _division(template), tuple(tensor.shape)
-            if division is None:
-                return (
-                    _with_local(template, tensor.to(self._group.device))
-                    if shape == tuple(template.shape)
-                    else tensor
-                )
-            start, stop = division.extent(own.rank, own.count)
-            if shape == division.shape:
-                tensor = tensor.narrow(division.dimension, start, stop - start).contiguous()
-            is_own = tuple(tensor.shape) == division.part_shape((start, stop))
-            return _with_local(template, tensor.to(self._group.device)) if is_own else tensor
-
-        super().load_state_dict(_converted(state, distributed))
-
-    @property
-    def shards(self) -> Shards:
-        """The part of the state that this process has."""
-        return self._shards_of(self.program.model.state_dict())
-
-    def for_checkpoint(self) -> Tree:
-        """Return the part of the state that this process has, with its description."""
-        state = super().state_dict()
-        part = _converted(state, lambda tensor, _: _local(tensor))
-        if self._group.processes == 1:
-            return part
-        return {**part, KEY: self._shards_of(state["program"]["model"]).to_state()}
-
-    def _shards_of(self, model: Mapping[str, Any]) -> Shards:
-        own = self._group.own
-        found = {key: _division(tensor) for key, tensor in self._distributed_tensors(model).items()}
+        found = {key: _division(tensor) for key, tensor in self._distributed_tensors().items()}
         divided = {key: division for key, division in found.items() if division is not None}
         return Shards(
             own.rank,
@@ -145,10 +77,51 @@ class ShardedTrainingState(TrainingState):
             {key: each for key, each in divided.items() if isinstance(key, int)},
         )
 
-    def _distributed_tensors(self, model: Mapping[str, Any]) -> dict[object, Any]:
-        """Return the DTensors of a state of the model by name, and those of the optimizer by number."""
+    def for_checkpoint(self) -> Tree:
+        """Return the state, or the part of it that this process has with its description, as it is saved."""
+        shards = self.shards
+        if shards is None or shards.count == 1:
+            return self.state_dict()
+        return {**self.state_dict(), KEY: shards.to_state()}
+
+    def load_state_dict(self, state: Tree) -> None:
+        """Restore a saved state. Tensors that `Checkpointing.load` has returned whole are divided.
+
+        The batch plan is the saved one; `BatchPlanner.adapt` makes it valid for the present replicas.
+        """
+        if self._group.has_mesh:
+            state = self._distributed(state)
+        for name, part in self._trainer.items():
+            part.load_state_dict(state[name])
+        load_model(self.program.model, state["program"]["model"])
+        self.program.load_state_dict(state["program"])
+        self.program.require_parameters(state["parameters"])
+        self.program.load_trained(state["trained"])
+
+    def _distributed(self, state: Tree) -> Tree:
+        """Return a state with the DTensors of this process in place of their shards."""
+        own = self._group.own
+        templates = self._distributed_tensors()
+
+        def distributed(tensor: Tensor, key: object) -> Tensor:
+            template = templates.get(key)
+            if template is None or tensor.dim() == 0:
+                return tensor
+            division, shape = _division(template), tuple(template.shape)
+            if division is not None:
+                start, stop = division.extent(own.rank, own.count)
+                if tuple(tensor.shape) == shape:
+                    tensor = tensor.narrow(division.dimension, start, stop - start).contiguous()
+                shape = division.part_shape((start, stop))
+            is_own = tuple(tensor.shape) == shape
+            return _with_local(template, tensor.to(self._group.device)) if is_own else tensor
+
+        return _converted(state, distributed)
+
+    def _distributed_tensors(self) -> dict[object, Any]:
+        """Return the DTensors of the state of the model by name, and those of the optimizer by number."""
         parameters = [p for group in self.program.optimizer.param_groups for p in group["params"]]
-        found = (*model.items(), *enumerate(parameters))
+        found = (*self.program.model.state_dict().items(), *enumerate(parameters))
         return {key: each for key, each in found if hasattr(each, "device_mesh")}
 
 
@@ -172,7 +145,7 @@ def _with_local(template: Any, local: Tensor) -> Tensor:
     )
 
 
-def _converted(state: Tree, convert: Convert) -> Tree:
+def _converted(state: Tree, convert: Callable[[Tensor, object], Tensor]) -> Tree:
     """Return a state in which the tensors of the model and of the optimizer are converted."""
     program = dict(state["program"])
     optimizer = dict(program["optimizer"])
