@@ -32,9 +32,8 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_core.messages.allocation import Member
 from adascale_storage.folder import Folder
-from adascale_worker.agent import snapshot_exchange
-from adascale_worker.agent.snapshot_exchange import SnapshotServer, SnapshotTransfers
-from adascale_worker.agent.snapshots import make_snapshot_files
+from adascale_worker.agent import snapshots
+from adascale_worker.agent.snapshots import SnapshotServer, SnapshotTransfers, make_snapshot_files
 from adascale_worker.process.snapshot_place import SnapshotPlace
 from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
@@ -122,7 +121,7 @@ def measure_copies(gigabytes: float) -> None:
 
 def measure_transfers(memory: SnapshotMemory, paths: list[str], state: dict[str, Any]) -> list[float]:
     """Return how long five copies take to another agent."""
-    snapshot_exchange.SHARE, snapshot_exchange.POLL = 1.0, 0.0  # type: ignore[misc]
+    snapshots.SHARE, snapshots.POLL = 1.0, 0.0  # type: ignore[misc]
     server = SnapshotServer(paths, "127.0.0.1", lambda: "secret")
     others = make_snapshot_files().split(":")
     received = SnapshotMemory(others)

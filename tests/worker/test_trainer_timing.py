@@ -3,7 +3,7 @@
 import pytest
 
 from adascale_core.names import LEAVE_GRACE
-from adascale_worker.agent.trainer_timing import REPLACED_GRACE, RESCALE_GRACE, release_grace, restart_delay
+from adascale_worker.agent.agent import REPLACED_GRACE, RESCALE_GRACE, release_grace, restart_delay
 
 
 def test_the_delay_of_restarts_doubles_until_a_step_is_made() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from accelerate.utils import send_to_device
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
@@ -155,14 +155,4 @@ class RecordedResults:
 
     def of(self, batch: dict[str, Any], device: torch.device) -> Any:
         """Return the result of a prediction step, on the device."""
-        return _on_device(self._results[int(batch[SAMPLES][0]) // self._batch_size], device)
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_device(each, device) for each in value)
-    if isinstance(value, dict):
-        return {key: _on_device(each, device) for key, each in value.items()}
-    return value
+        return send_to_device(self._results[int(batch[SAMPLES][0]) // self._batch_size], device)

@@ -4,9 +4,8 @@ It never imports torch, so that it starts in a fraction of a second and uses lit
 decisions: the controller decides on the number of replicas, the metrics service when a generation becomes
 active.
 
-Modules: `agent` is the state loop. `trainer_process` is the trainer as a process, `trainer_connection` what
-it reports, `trainer_timing` decides when it is killed and when the next one starts, `trainer_environment` has
+Modules: `agent` is the state loop, and decides when a trainer is killed and when the next one starts.
+`trainer_process` is the trainer as a process, `trainer_connection` what it reports, `trainer_environment` has
 variables for it. `heartbeat` exchanges state with the metrics service, and `link_check` tries to connect to
-the members that train. `snapshots` keeps copies of the state, which `snapshot_exchange` sends to other agents
-and gets from them.
+the members that train. `snapshots` keeps copies of the state, sends them to other agents and gets theirs.
 """

@@ -45,15 +45,20 @@ from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.link_check import LinkCheck
 from adascale_worker.agent.snapshots import Snapshots
 from adascale_worker.agent.trainer_process import TrainerProcess, reap_orphans
-from adascale_worker.agent.trainer_timing import (
-    KILL_INTERVAL,
-    RESCALE_GRACE,
-    release_grace,
-    restart_delay,
-)
 from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
 from adascale_worker.process.environment import package_version, read_processes
 
+RESCALE_GRACE = 600.0
+"""Seconds that a trainer may take to reach the end of its step and leave a generation that is not broken."""
+REPLACED_GRACE = 3.0
+"""Seconds that a trainer may take to exit when the others have taken it for lost and keep the state.
+
+Usually it is frozen, and the job has one replica less until another trainer is started. A trainer that runs
+exits within milliseconds, after the exit functions of the program."""
+KILL_INTERVAL = 10.0
+"""Seconds after which a trainer that has survived SIGKILL (in uninterruptible sleep) is killed again."""
+MAX_DELAY = 30.0
+"""Maximum seconds before the next trainer is started."""
 POLL_INTERVAL = 0.5
 """Seconds after which `Events.wait` returns without an event."""
 EXIT_REPORT_TIMEOUT = 3.0
@@ -535,3 +540,24 @@ def _error_of(trainer: TrainerProcess) -> str:
     prefix = "adascale: "
     errors = [line.removeprefix(prefix) for line in trainer.log.splitlines() if line.startswith(prefix)]
     return errors[-1] if errors else "its program has ended with the exit code of a failed check"
+
+
+def release_grace(*, was_lost: bool, last: bool) -> float:
+    """Return the seconds that a released trainer may take to exit.
+
+    `was_lost`: its replica is still desired, so the others have taken it for lost. `last`: no other trainer
+    keeps the state.
+    """
+    if not was_lost:
+        return RESCALE_GRACE
+    return LEAVE_GRACE if last else REPLACED_GRACE
+
+
+def restart_delay(fruitless: int) -> float:
+    """Return the seconds until the next trainer is started: 0, 1, 2, 4 and so on.
+
+    `fruitless` trainers were killed before they had finished a step. The next one may be killed for the same
+    reason, for example because the program exceeds the memory of its container.
+    """
+    # The exponent is bounded, because a float overflows.
+    return min(2.0 ** min(fruitless - 2, 30), MAX_DELAY) if fruitless > 1 else 0.0

@@ -1,21 +1,322 @@
 """The copies of the state in the memory of an agent: of its own trainer, or of the only one that trains.
 
 A trainer that is the only member writes them itself. While the trainer waits for a generation, the agent
-gets the copies of the only member from its agent. So there is one writer at a time.
+gets the copies of the only member from its agent. If that replica is lost, with its agent or its node, the
+waiting trainer continues from the copy. So there is one writer at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import hmac
+import json
 import os
-from collections.abc import Callable
-from typing import Final
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
-from adascale_core.messages.allocation import ActiveAllocation, AllocationView
+from adascale_core.messages.allocation import ActiveAllocation, AllocationView, Member
 from adascale_core.names import SNAPSHOT_FILE
 from adascale_core.rendezvous.instruction import others_keep_state, snapshot_source
-from adascale_worker.agent.snapshot_exchange import SnapshotServer, SnapshotTransfers
+from adascale_worker.process.environment import listen, package_version
 from adascale_worker.process.resource_limits import unused_memory
-from adascale_worker.process.snapshot_place import SnapshotPlace
+from adascale_worker.process.snapshot_place import (
+    Condition,
+    SnapshotPlace,
+    StateNumber,
+    lack_of_memory,
+    newest,
+)
+
+CHUNK_BYTES: Final = 1 << 20
+"""Length of the parts in which a copy is read, sent and received."""
+TIMEOUT: Final = 5.0
+"""Seconds without a byte after which a connection is given up."""
+_MAX_LINE: Final = 4096
+
+
+class SnapshotChannelError(OSError):
+    """The other end is no agent of this job and version, or it has closed the connection."""
+
+
+class SnapshotChannel:
+    """One end of a connection over which one agent sends a copy to another. It is not encrypted."""
+
+    # Both ends authenticate each other by the secret of the job's members, and need the same version of this
+    # package:
+    #
+    #   server     {"challenge": ...}
+    #   receiver   {"challenge": ..., "mac": ..., "after": the number of its latest state, or null}
+    #   server     {"mac": ..., "copy": [bytes of the tensors, bytes of the document, number of the state]}
+    #              and so many bytes; null if the receiver has the latest state already
+    #
+    # A receiver that does not get all bytes has no copy.
+
+    def __init__(self, connection: socket.socket, key: str) -> None:
+        if not key:
+            raise SnapshotChannelError("the secret of the job is not known yet")
+        connection.settimeout(TIMEOUT)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._reader = connection.makefile("rb")
+        self._key = key.encode()
+        self._question = ""
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._reader.close()
+
+    def accept(self) -> StateNumber | None:
+        """Authenticate the receiver, and return the number of its latest state; None if it has none."""
+        challenge = secrets.token_hex(16)
+        self._send(challenge=challenge)
+        request = self._receive()
+        self._require(request, "receiver", challenge)
+        self._question = str(request.get("challenge"))
+        return None if request["after"] is None else _number(request["after"])
+
+    def answer(self, copy: tuple[int, int, StateNumber] | None) -> None:
+        """Announce a copy, whose bytes follow; None if there is no later one."""
+        self._send(mac=self._mac("server", self._question), copy=copy)
+
+    def send_content(self, content: memoryview) -> None:
+        """Send a part of a copy."""
+        self._connection.sendall(content)
+
+    def request(self, after: StateNumber | None) -> tuple[int, int, StateNumber] | None:
+        """Return the bytes of the tensors and the document of a later copy, and its number; None if none."""
+        challenge, question = secrets.token_hex(16), self._receive()
+        mac = self._mac("receiver", str(question.get("challenge")))
+        self._send(challenge=challenge, mac=mac, after=after)
+        answer = self._receive()
+        self._require(answer, "server", challenge)
+        if answer["copy"] is None:
+            return None
+        data_bytes, document_bytes, number = answer["copy"]
+        return data_bytes, document_bytes, _number(number)
+
+    def receive_content(self, length: int) -> Iterator[memoryview]:
+        """Return so many bytes of a copy, in parts."""
+        while length:
+            part = self._reader.read1(min(length, CHUNK_BYTES))
+            if not part:
+                raise SnapshotChannelError("the connection was closed")
+            length -= len(part)
+            yield memoryview(part)
+
+    def _send(self, **message: object) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._reader.readline(_MAX_LINE)
+        try:
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise SnapshotChannelError("the connection was closed" if not line else "a line is invalid")
+        return message
+
+    def _require(self, message: dict[str, Any], role: str, challenge: str) -> None:
+        if not hmac.compare_digest(str(message.get("mac")).encode(), self._mac(role, challenge).encode()):
+            raise SnapshotChannelError(
+                "the other end does not know the secret of the job, or has another version of this package"
+            )
+
+    def _mac(self, role: str, challenge: str) -> str:
+        # The name keeps these values apart from those by which trainers authenticate each other.
+        text = f"snapshot-{role}|{challenge}|{package_version()}"
+        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _number(value: Sequence[int]) -> StateNumber:
+    incarnation, generation, step = value
+    return incarnation, generation, step
+
+
+class SnapshotServer:
+    """Answers requests for copies, one after the other, in a thread. The trainer does not notice it.
+
+    One copy is sent at a time, because the trainer needs the other place.
+    """
+
+    def __init__(self, paths: Sequence[str], address: str, key: Callable[[], str]) -> None:
+        self._places = [SnapshotPlace(path) for path in paths]
+        self._key = key
+        self._listener = listen(address)
+        self._listener.setblocking(True)
+        self.port: int = self._listener.getsockname()[1]
+        """Where it listens."""
+        threading.Thread(target=self._serve, name="adascale-snapshots", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            with (
+                contextlib.suppress(OSError),
+                connection,
+                contextlib.closing(SnapshotChannel(connection, self._key())) as channel,
+            ):
+                self._answer(channel, channel.accept())
+
+    def _answer(self, channel: SnapshotChannel, after: StateNumber | None) -> None:
+        """Send the newest copy if its state is later than `after`.
+
+        Each part is copied first, because the place may be written again before the other end has received
+        it.
+        """
+        place = newest(self._places)
+        number = place.number
+        with place.locked(exclusively=False) as is_complete:
+            state, is_valid = place.state, place.condition is Condition.VALID and place.number == number
+            if not (is_complete and is_valid and state is not None) or (after is not None and state <= after):
+                channel.answer(None)
+                return
+            length = sum(place.lengths)
+            channel.answer((*place.lengths, state))
+            memory, position = memoryview(bytearray(min(length, CHUNK_BYTES))), 0
+            while position < length:
+                count = place.read_into(memory[: length - position], position)
+                if not count:
+                    raise SnapshotChannelError("the copy was deleted")
+                channel.send_content(memory[:count])
+                position += count
+
+
+SHARE: Final = 0.1
+"""The largest share of the time in which copies are transferred. Training goes on meanwhile."""
+POLL: Final = 0.1
+"""Minimum seconds between two requests."""
+CONNECT_TIMEOUT: Final = 1.0
+"""Seconds for one connection."""
+RECONNECT: Final = 1.0
+"""Seconds until the next connection after one that has failed."""
+FAILURES: Final = 10
+"""Connections that fail one after the other before this is reported."""
+MEMORY_PAUSE: Final = 60.0
+"""Seconds until memory is looked for again after a lack of it."""
+
+
+class _MemoryLackError(Exception):
+    """There is not enough memory for copies."""
+
+
+class SnapshotTransfers:
+    """Copies the state of one member into the memory of this agent, again and again, in a thread.
+
+    Nothing is written after `stop`, or after `finish` has returned True, so the trainer can use the copy.
+    """
+
+    def __init__(
+        self,
+        source: Member,
+        places: Sequence[SnapshotPlace],
+        key: Callable[[], str],
+        on_change: Callable[[], None],  # called in the thread when nothing is copied any more
+        available: Callable[[], float],
+    ) -> None:
+        self.source = source
+        self._places = places
+        self._key = key
+        self._on_change = on_change
+        self._available = available
+        self._has_ended = False
+        self._last = threading.Event()
+        """Set when the next transfer is the last one."""
+        self._stopped = False
+        self._writing = threading.Lock()
+        """Held while a copy is received."""
+        self._connection: socket.socket | None = None
+        self._has_reported = False
+        threading.Thread(target=self._run, name="adascale-snapshots", daemon=True).start()
+
+    def finish(self) -> bool:
+        """Copy the latest state if its agent remains, and return whether that has ended.
+
+        Does not wait. An agent that is gone is given up after `TIMEOUT` seconds without a byte.
+        """
+        self._last.set()
+        return self._has_ended
+
+    def stop(self) -> None:
+        """Give up the present transfer, if any. Nothing is written afterwards."""
+        self._stopped = True
+        self._last.set()
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        with self._writing:
+            pass
+
+    def _run(self) -> None:
+        failures = 0
+        try:
+            while not self._stopped:
+                is_last, begun, has_timed_out = self._last.is_set(), time.monotonic(), False
+                try:
+                    self._transfer()
+                    failures, seconds = 0, time.monotonic() - begun
+                    pause = max(POLL, seconds / SHARE - seconds)
+                except OSError as error:
+                    failures, pause = failures + 1, RECONNECT
+                    has_timed_out = isinstance(error, TimeoutError)
+                    if failures == FAILURES:
+                        self._report(error.strerror or str(error))
+                except _MemoryLackError as lack:
+                    pause = MEMORY_PAUSE
+                    self._report(str(lack))
+                if is_last or (self._last.is_set() and has_timed_out):
+                    break
+                self._last.wait(pause)
+        finally:
+            self._has_ended = True
+            self._on_change()
+
+    def _transfer(self) -> None:
+        """Copy the state once, in place of the older copy, if there is a later one.
+
+        Without enough memory, the earlier copies are deleted, unless the trainer needs them now.
+        """
+        address = self.source.address, self.source.snapshot_port
+        with socket.create_connection(address, CONNECT_TIMEOUT) as connection:
+            self._connection = connection
+            with contextlib.closing(SnapshotChannel(connection, self._key())) as channel:
+                copy = channel.request(newest(self._places).state)
+                with self._writing:
+                    if copy is not None and not self._stopped:
+                        self._receive(channel, *copy)
+
+    def _receive(
+        self, channel: SnapshotChannel, data_bytes: int, document_bytes: int, state: StateNumber
+    ) -> None:
+        length = data_bytes + document_bytes
+        if lack := lack_of_memory(self._places, length, self._available()):
+            if not self._last.is_set():
+                for place in self._places:
+                    place.release()
+            raise _MemoryLackError(lack)
+        place = min(self._places, key=lambda place: place.number)
+        with place.locked(exclusively=True) as is_free:
+            if not is_free:
+                raise SnapshotChannelError("the memory of this agent is in use")
+            number = newest(self._places).number + 1
+            place.write(number, state, channel.receive_content(length), document_bytes)
+
+    def _report(self, reason: str) -> None:
+        """Report why no copies are kept, once."""
+        if not self._has_reported:
+            self._has_reported = True
+            print(
+                f"adascale-agent: no copies of the state of replica {self.source.replica} are kept: "
+                f"{reason}. If it is lost, training continues from the last checkpoint",
+                flush=True,
+            )
+
 
 _COUNT = 2
 """Number of files: a copy replaces the older one of two."""

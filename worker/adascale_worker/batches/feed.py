@@ -34,7 +34,7 @@ from adascale_worker.batches.order import (
     ShuffledOrder,
 )
 from adascale_worker.batches.records import StreamOptions
-from adascale_worker.batches.shard_feed import MakeShard, ShardFeed, make_shard_of
+from adascale_worker.batches.shard_feed import MakeShard, ShardFeed, ShardOf
 from adascale_worker.batches.shards import ShardOrder, ShardPlace
 from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace
 from adascale_worker.errors import DatasetError
@@ -582,7 +582,7 @@ def _shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple
         return dataset, shards
     count = getattr(dataset, "num_shards", None)
     if type(count) is int and count > 1 and callable(getattr(dataset, "shard", None)) and stream.is_exact:
-        return make_shard_of(dataset, count), count
+        return ShardOf(dataset, count), count
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.micro_batches import PersistentLoader, Place
 from adascale_worker.batches.seeding import Generators, mix, permute, seed_generators
 from adascale_worker.errors import DatasetError
+from adascale_worker.torch_private.modules import hidden_worker_info
 
 P = TypeVar("P")
 
@@ -35,14 +37,15 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class RecordRequest:
-    """What to load a micro-batch from: the arguments of `Reader.take`, and what random numbers depend on."""
+    """What to load a micro-batch from."""
 
-    first: int
-    count: int
-    end: int
-    keep_from: int
-    start: Any
-    ahead: int
+    first: int  # position of the first record
+    count: int  # fewer records are returned if they end
+    end: int  # position after the micro-batches of all replicas
+    keep_from: int  # position of the first record that may be requested again
+    start: Any  # where to begin if the reader is elsewhere; None if it is not
+    ahead: int  # records after `end` that are read too, if there are so many
+    # on these two, random numbers depend
     seed: int
     position: int  # in the samples of all replicas
 
@@ -50,8 +53,9 @@ class RecordRequest:
 class RecordReader(ABC):
     """Reads records forward, in this process or a worker process, and keeps those that may be requested."""
 
-    def __init__(self, seed: int, shuffle_buffer: int) -> None:
+    def __init__(self, seed: int, shuffle_buffer: int, *, is_exact: bool = True) -> None:
         self._seed = seed
+        self._is_exact = is_exact
         self._shuffles = shuffle_buffer > 1
         self._block = max(1, shuffle_buffer)
         self._generators = Generators()
@@ -61,17 +65,35 @@ class RecordReader(ABC):
         self._base = 0
         """Position of the first record of the window."""
 
-    @abstractmethod
-    def take(
-        self,
-        first: int,  # position of the first record
-        count: int,  # fewer records are returned if they end
-        end: int,  # position after the micro-batches of all replicas
-        keep_from: int,  # position of the first record that may be requested again
-        start: Any,  # where to begin if the reader is elsewhere; None if it is not
-        ahead: int,  # records after `end` that are read too, if there are so many
-    ) -> tuple[list[Any], Any]:
+    def take(self, request: RecordRequest) -> tuple[list[Any], Any]:
         """Return records, and the place after the micro-batches of all replicas that they are a share of."""
+        with hidden_worker_info(), self._generators.used() if self._is_exact else nullcontext():
+            try:
+                if request.start is not None:
+                    self._begin_at(request.start)
+                self._drop_before(min(request.keep_from, request.first))
+                self._read_until(request.end, request.ahead)
+            except BaseException:
+                self._close()
+                raise
+        offset = request.first - self._base
+        return self._window[offset : offset + request.count], self._place_at(request.end, request.ahead)
+
+    @abstractmethod
+    def _begin_at(self, start: Any) -> None:
+        """Begin at a place, unless the reader is there."""
+
+    @abstractmethod
+    def _read_until(self, end: int, ahead: int) -> None:
+        """Read the records before a position, and some more."""
+
+    @abstractmethod
+    def _place_at(self, position: int, ahead: int) -> Any:
+        """Return what a reader needs to begin at a position, and what follows there."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Read nothing more before the next beginning."""
 
     @property
     def _next(self) -> int:
@@ -154,14 +176,7 @@ class Samples(Dataset[Any]):
             # Other numbers than those of a replica, whose training draws from the same seed and position.
             seed_generators(request.seed, request.position, rank=-1)
         try:
-            records, place = self._reader.take(
-                request.first,
-                request.count,
-                request.end,
-                request.keep_from,
-                request.start,
-                request.ahead,
-            )
+            records, place = self._reader.take(request)
         except DatasetError as error:
             # A DataLoader would add a traceback.
             return DatasetError(str(error)), None
@@ -181,30 +196,6 @@ class Collation:
         """Return a batch and its place."""
         samples, place = loaded
         return samples if place is None or not samples else self._function(samples), place
-
-
-def make_loader(
-    reader: RecordReader,
-    requests: RecordRequests,
-    transform: Callable[[Any], Any] | None,
-    options: dict[str, Any],
-    *,
-    seed: int,
-) -> DataLoader[Any]:
-    """Return a loader of what is requested, with persistent worker processes.
-
-    It yields batches and places; after an error, a `DatasetError` and None.
-    """
-    return DataLoader(
-        Samples(reader, transform),
-        batch_sampler=requests,  # type: ignore[arg-type]
-        generator=torch.Generator().manual_seed(seed),
-        **{
-            **options,
-            "collate_fn": Collation(options.get("collate_fn") or default_collate),
-            "persistent_workers": options.get("num_workers", 0) > 0,
-        },
-    )
 
 
 class RecordFeed(ABC, Generic[P]):
@@ -262,8 +253,14 @@ class RecordFeed(ABC, Generic[P]):
         if self._reader is None or workers:
             # A copy of a reader that has open files would share their positions with other processes.
             self._reader = self._make_reader()
-        seed = self._seed + consumed
-        loader = make_loader(self._reader, requests, self._stream.transform, self._options, seed=seed)
+        collate = Collation(self._options.get("collate_fn") or default_collate)
+        # It yields batches and places; after an error, a `DatasetError` and None.
+        loader: DataLoader[Any] = DataLoader(
+            Samples(self._reader, self._stream.transform),
+            batch_sampler=requests,  # type: ignore[arg-type]
+            generator=torch.Generator().manual_seed(self._seed + consumed),
+            **{**self._options, "collate_fn": collate, "persistent_workers": workers > 0},
+        )
         if not workers:
             return iter(loader)
         self._reader = None

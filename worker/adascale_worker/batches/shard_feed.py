@@ -24,7 +24,6 @@ from adascale_worker.batches.shards import (
 )
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.torch_private.modules import hidden_worker_info
 
 STEPS_AHEAD = 4
 """Steps whose records each replica reads ahead, after which the replicas exchange what they have found."""
@@ -53,22 +52,15 @@ class ShardReader(RecordReader):
         self._begins: list[int] = []
         """Position of the first record of each shard of the list that was begun."""
 
-    def take(
-        self, first: int, count: int, end: int, keep_from: int, start: tuple[Shard, ...] | None, ahead: int
-    ) -> tuple[list[Any], ShardPosition]:
-        """Return records, and the position after the micro-batches that they are a share of."""
-        with hidden_worker_info(), self._generators.used():
-            try:
-                if start is not None:
-                    self._begin(start)
-                self._drop_before(min(keep_from, first))
-                while self._next < end + ahead and self._has_more:
-                    self._read_block()
-            except BaseException:
-                self._list, self._iterator = (), None
-                raise
-        offset = first - self._base
-        return self._window[offset : offset + count], ShardPosition(end, self._path(end, end + ahead))
+    def _read_until(self, end: int, ahead: int) -> None:
+        while self._next < end + ahead and self._has_more:
+            self._read_block()
+
+    def _place_at(self, position: int, ahead: int) -> ShardPosition:
+        return ShardPosition(position, self._path(position, position + ahead))
+
+    def _close(self) -> None:
+        self._list, self._iterator = (), None
 
     @property
     def _has_more(self) -> bool:
@@ -76,10 +68,10 @@ class ShardReader(RecordReader):
 
     # -- another list -------------------------------------------------------------------------------------
 
-    def _begin(self, shards: tuple[Shard, ...]) -> None:
-        if self._continues(shards):
+    def _begin_at(self, start: tuple[Shard, ...]) -> None:
+        if self._continues(start):
             return
-        self._list, self._iterator, self._read = shards, None, 0
+        self._list, self._iterator, self._read = start, None, 0
         self._begins, self._window, self._base = [], [], 0
 
     def _continues(self, shards: tuple[Shard, ...]) -> bool:
@@ -332,20 +324,18 @@ class ShardFeed(RecordFeed[ShardPosition]):
         super().close()
 
 
-def make_shard_of(dataset: Any, shards: int) -> MakeShard:
-    """Return a function that returns a shard of a data set with the method `shard`."""
-    return _ShardOf(dataset, shards)
+class ShardOf:
+    """Returns the shards of a data set with the method `shard`."""
 
-
-class _ShardOf:
     def __init__(self, dataset: Any, shards: int) -> None:
         self._dataset = dataset
         self._shards = shards
 
     def __call__(self, index: int) -> Any:
+        """Return a shard."""
         return self._dataset.shard(num_shards=self._shards, index=index)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ShardOf) and other._dataset is self._dataset
+        return isinstance(other, ShardOf) and other._dataset is self._dataset
 
     __hash__ = None  # type: ignore[assignment]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ from adascale_worker.batches.fingerprint import fingerprint
 from adascale_worker.batches.records import RecordFeed, RecordReader, StreamOptions
 from adascale_worker.batches.seeding import mix, pass_seed
 from adascale_worker.errors import DatasetError
-from adascale_worker.torch_private.modules import hidden_worker_info
 
 SAVE_INTERVAL = 1024
 """Records after which the state of a data set is saved. A reader that begins later reads them again."""
@@ -76,10 +74,9 @@ class StreamReader(RecordReader):
     def __init__(
         self, dataset: Iterable[Any], seed: int, *, shuffle_buffer: int = 0, is_exact: bool = True
     ) -> None:
-        super().__init__(seed, shuffle_buffer)
+        super().__init__(seed, shuffle_buffer, is_exact=is_exact)
         self._dataset = dataset
         self._interval = self._block * max(1, SAVE_INTERVAL // self._block)
-        self._is_exact = is_exact
         self._is_open = False
         self._passes: deque[tuple[int, int]] = deque()
         """Number and first position of each pass that the window, or what follows it, is in."""
@@ -88,24 +85,14 @@ class StreamReader(RecordReader):
         self._first_end = 0
         """Position of the end of the first pass, if `_length` is known."""
 
-    def take(
-        self, first: int, count: int, end: int, keep_from: int, start: StreamPlace | None, ahead: int = 1
-    ) -> tuple[list[Any], StreamPlace]:
-        """Return records, and the place after the micro-batches of all replicas that they are a share of."""
+    def _read_until(self, end: int, ahead: int) -> None:
         assert ahead == 1
-        with hidden_worker_info(), self._generators.used() if self._is_exact else nullcontext():
-            try:
-                if start is not None:
-                    self._seek(start)
-                self._drop_before(min(keep_from, first))
-                while self._next < end:
-                    self._read_block()
-                self._look_ahead(end)
-            except BaseException:
-                self._is_open = False
-                raise
-        offset = first - self._base
-        return self._window[offset : offset + count], self._place_at(end)
+        while self._next < end:
+            self._read_block()
+        self._look_ahead(end)
+
+    def _close(self) -> None:
+        self._is_open = False
 
     def _look_ahead(self, position: int) -> None:
         """Read the record at `position` too, unless the pass ends there."""
@@ -114,7 +101,7 @@ class StreamReader(RecordReader):
 
     # -- another place ------------------------------------------------------------------------------------
 
-    def _seek(self, start: StreamPlace) -> None:
+    def _begin_at(self, start: StreamPlace) -> None:
         if self._is_open and self._base <= start.position <= self._next:
             return
         saved = start.saved if self._is_exact else None
@@ -225,7 +212,7 @@ class StreamReader(RecordReader):
 
     # -- places -------------------------------------------------------------------------------------------
 
-    def _place_at(self, position: int) -> StreamPlace:
+    def _place_at(self, position: int, ahead: int) -> StreamPlace:  # noqa: ARG002
         """Return the place at a position whose record, or the end of a pass, was read."""
         number, begin = max(each for each in self._passes if each[1] <= position)
         inside = [each for each in self._saves if begin < each.position <= position]

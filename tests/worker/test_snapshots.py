@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member
-from adascale_worker.agent import snapshot_exchange
-from adascale_worker.agent.snapshot_exchange import SnapshotChannel, SnapshotChannelError
-from adascale_worker.agent.snapshots import Snapshots
+from adascale_worker.agent import snapshots
+from adascale_worker.agent.snapshots import SnapshotChannel, SnapshotChannelError, Snapshots
 from adascale_worker.process.snapshot_place import SnapshotPlace
 from adascale_worker.state.snapshot_memory import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
@@ -131,7 +130,7 @@ def test_only_a_copy_of_a_later_state_is_received(
 @pytest.fixture
 def in_a_pause(agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, Agent]:
     """The agents between two transfers: the spare has the copy of step 1, and the source that of step 2."""
-    monkeypatch.setattr(snapshot_exchange, "POLL", 1000.0)
+    monkeypatch.setattr(snapshots, "POLL", 1000.0)
     source, spare = agents
     source.save((100, 3, 1))
     spare.follow(source.snapshots.port)
@@ -190,7 +189,7 @@ def test_an_agent_of_another_job_or_version_gets_nothing(
     else:
         # Each end has another one, each time.
         versions = map(str, count())
-        monkeypatch.setattr(snapshot_exchange, "package_version", lambda: next(versions))
+        monkeypatch.setattr(snapshots, "package_version", lambda: next(versions))
     spare.follow(source.snapshots.port)
     spare.finish()
     assert spare.number is None
