@@ -195,3 +195,10 @@ def test_an_edit_ends_what_was_predicted(seconds: int, edit: dict[str, Any]) -> 
     assert condition_of(actions.status, ConditionType.DEADLINE_FEASIBLE) is not None
     edited = replace(before, resource=job(status=actions.status, **edit))
     assert condition_of(actions_for(edited, 2).status, ConditionType.DEADLINE_FEASIBLE) is None
+
+
+def test_a_count_beyond_the_limit_of_the_job_meets_no_deadline() -> None:
+    seen = observed(job((1, 2), completion_deadline_seconds=600, replica_limit=3))
+    found = condition(actions_for(seen, 2, feasibility=FOUR), ConditionType.DEADLINE_FEASIBLE)
+    assert (found.status, found.reason) == (False, "NoCountSuffices")
+    assert found.message.endswith("and it has at most 3")

@@ -130,15 +130,15 @@ def test_a_run_that_stops_requests_no_replicas_so_that_their_end_is_a_pause(
     [
         (
             [(0, 2), (1, 1), (2, 2), (60, 1)],
-            ["can be met on 2 replicas, as predicted from its own step times"],
+            ["2 replicas or more, from now on, meet completionDeadlineSeconds (100), as predicted from its"],
         ),
-        ([(0, 2), (1, None), (30, None), (31, 2), (32, None), (61, None)], ["can be met on 2 replicas"]),
+        ([(0, 2), (1, None), (30, None), (31, 2), (32, None), (61, None)], ["2 replicas or more"]),
         (
             [(0, 2), (1, None), (31, None), (40, 2), (70, 2)],
-            ["can be met", "No replica count m", "can be met"],
+            ["2 replicas or more", "No replica count m", "2 replicas or more"],
         ),
-        ([(0, 3), (31, 3), (62, 4)], ["needs 3 replicas, and this run has at most 2, as predicted from its"]),
-        ([(0, None), (10, 2), (101, 2), (102, None)], ["can be met on 2 replicas", "Not complete within"]),
+        ([(0, 3), (31, 3), (62, 4)], ["3 replicas or more would meet"]),
+        ([(0, None), (10, 2), (101, 2), (102, None)], ["2 replicas or more", "Not complete within"]),
     ],
 )
 def test_whether_a_run_can_meet_its_deadline_is_shown_when_that_has_changed_for_some_time(

@@ -18,6 +18,8 @@ from adascale_controller.formatting import (
     plural,
     trimmed,
 )
+from adascale_controller.job.deadline import deadline_outlook
+from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display, RunStatus
 from adascale_controller.local.machine import describe_contention
@@ -183,8 +185,8 @@ class LocalControlLoop:
         self._explanations = ExplanationSchedule()
         self._finished_at: float | None = None
         self._has_trained = False
-        self._deadline_shown = ""
-        self._deadline_outcome = "", self._started_at
+        self._deadline_shown: Reason | None = None
+        self._deadline_outcome: tuple[Reason | None, float] = None, self._started_at
         """Whether the deadline is predicted to be met, and since when that is predicted."""
 
     def start(self) -> None:
@@ -328,31 +330,24 @@ class LocalControlLoop:
 
     def report_deadline(self, decision: Decision, now: float) -> None:
         """Show whether the replicas of this run can meet the deadline, if that is known and has changed."""
-        seconds, found = self._job.completion_deadline_seconds, decision.feasibility
+        seconds = self._job.completion_deadline_seconds
         if seconds is None:
             return
-        target = f"completionDeadlineSeconds ({seconds})"
-        limit = self._limit.replicas
-        if now >= self._started_at + seconds:
-            outcome, text = "passed", f"Not complete within {target}; the run goes on"
-        elif found is None:
+        outlook = deadline_outlook(
+            f"completionDeadlineSeconds ({seconds})",
+            decision.feasibility,
+            has_passed=now >= self._started_at + seconds,
+            limit=self._limit.replicas,
+        )
+        if outlook is None:
             return
-        elif found.count is None:
-            outcome, text = "missed", f"No replica count meets {target}, as predicted from {found.source}"
-        elif found.count > limit:
-            needed = plural(found.count, "replica")
-            text = (
-                f"{target} needs {needed}, and this run has at most {limit}, as predicted from {found.source}"
-            )
-            outcome = "missed"
-        else:
-            enough = plural(found.count, "replica")
-            outcome, text = "met", f"{target} can be met on {enough}, as predicted from {found.source}"
-        if outcome != self._deadline_outcome[0]:
+        outcome, text = outlook
+        if outcome is not self._deadline_outcome[0]:
             self._deadline_outcome = outcome, now
         is_settled = now >= self._deadline_outcome[1] + DEADLINE_SETTLED
-        is_first = outcome == "met" and not self._deadline_shown
-        if outcome != self._deadline_shown and (is_settled or is_first or outcome == "passed"):
+        is_first = outcome is Reason.COUNT_SUFFICES and self._deadline_shown is None
+        is_over = outcome is Reason.DEADLINE_MISSED
+        if outcome is not self._deadline_shown and (is_settled or is_first or is_over):
             self._deadline_shown = outcome
             self._display.message(text)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adascale_controller.formatting import capitalized, percent, plural, progress_text
+from adascale_controller.job.deadline import deadline_outlook
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.observed_job import ObservedJob
@@ -345,20 +346,19 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> JobCon
         if scheduled.phase is JobPhase.COMPLETE and _ended_at(observed, scheduled) <= due:
             return JobCondition(kind, True, Reason.DEADLINE_MET, f"Complete within {target}")
         return JobCondition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}")
-    if observed.now >= due and not observed.program_finished:
-        return JobCondition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}; it goes on")
-    found = scheduled.decision.feasibility
-    if found is None:
+    outlook = deadline_outlook(
+        target,
+        scheduled.decision.feasibility,
+        has_passed=observed.now >= due and not observed.program_finished,
+        limit=observed.resource.valid_job.replica_limit,
+    )
+    if outlook is None:
         before = condition_of(observed.resource.status, kind)
         # A prediction for another target, or before the job was stopped, does not hold.
         holds = before is not None and f"{target}, as predicted" in before.message
         return before if holds and scheduled.phase in {JobPhase.RUNNABLE, JobPhase.BLOCKED} else None
-    if found.count is None:
-        message = f"No replica count meets {target}, as predicted from {found.source}"
-        return JobCondition(kind, False, Reason.NO_COUNT_SUFFICES, message)
-    counts = plural(found.count, "replica")
-    message = f"{counts} or more, from now on, meet {target}, as predicted from {found.source}"
-    return JobCondition(kind, True, Reason.COUNT_SUFFICES, message)
+    reason, message = outlook
+    return JobCondition(kind, reason is Reason.COUNT_SUFFICES, reason, message)
 
 
 def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> JobCondition | None:
