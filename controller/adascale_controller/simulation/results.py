@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from adascale_controller.simulation.application import Application, fixed_plan, shape
@@ -34,22 +32,9 @@ class JobResult:
     # each as often as it has GPUs. The share is at least one replica and a whole number, and its time is
     # that of training with the best batch in each epoch and one restart.
     finish_time_fairness: float
-    # type of accelerator -> replicas times hours there. Empty if types are not distinguished.
-    gpu_hours_by_type: Mapping[str, float]
-    moves: int  # how often it moved to another type
     # when it should have been complete, in seconds from the begin of the workload; None if it had no
     # deadline
     deadline: float | None = None
-
-
-@dataclass(frozen=True)
-class TypeResult:
-    """What jobs used of a type of accelerator."""
-
-    gpus: int
-    gpu_hours: float
-    use: float  # the share of the GPUs that had a replica, from the first submission to the last completion
-    jobs: int  # how many jobs ran there at any time
 
 
 @dataclass(frozen=True)
@@ -57,35 +42,18 @@ class Results:
     """All jobs of a simulation."""
 
     jobs: Sequence[JobResult]
-    # type of accelerator -> how many the cluster has. Empty if types are not distinguished.
-    gpus: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def of(cls, jobs: Sequence[SimulatedJob], settings: SimulationSettings) -> Results:
         """Return the results of the jobs of a simulation."""
         equal_share = _EqualShare(settings)
         contention = Contention(jobs)
-        gpus = {
-            name: sum(settings.nodes[node] for node in nodes)
-            for name, nodes in settings.nodes_by_type().items()
-            if name
-        }
-        return cls([_result(job, contention.of(job), equal_share, settings) for job in jobs], gpus)
+        return cls([_result(job, contention.of(job), equal_share) for job in jobs])
 
     @property
     def makespan(self) -> float:
         """Seconds from the first submission to the last completion."""
         return max(job.completed for job in self.jobs) - min(job.submitted for job in self.jobs)
-
-    @property
-    def types(self) -> dict[str, TypeResult]:
-        """Type of accelerator -> what jobs used of it."""
-        found = {}
-        for name, gpus in self.gpus.items():
-            hours = [job.gpu_hours_by_type.get(name, 0.0) for job in self.jobs]
-            used = sum(hours)
-            found[name] = TypeResult(gpus, used, used * 3600 / (gpus * self.makespan), sum(map(bool, hours)))
-        return found
 
     def summary(self) -> dict[str, float]:
         """Return the numbers over all jobs, in seconds unless the name says otherwise."""
@@ -101,7 +69,6 @@ class Results:
             "makespan": self.makespan,
             "gpu_hours": sum(job.gpu_hours for job in self.jobs),
             "restarts_per_job": _mean([float(job.restarts) for job in self.jobs]),
-            "moves_per_job": _mean([float(job.moves) for job in self.jobs]),
             "mean_queueing_time": _mean(queueing),
             "max_queueing_time": max(queueing),
             "worst_finish_time_fairness": max(fairness),
@@ -110,13 +77,8 @@ class Results:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary, `types` if types are distinguished, and `jobs`."""
-        types = {name: asdict(each) for name, each in self.types.items()}
-        return {
-            **self.summary(),
-            **({"types": types} if types else {}),
-            "jobs": [asdict(job) for job in self.jobs],
-        }
+        """Return the summary and `jobs`."""
+        return {**self.summary(), "jobs": [asdict(job) for job in self.jobs]}
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:
@@ -131,9 +93,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _result(
-    job: SimulatedJob, contention: float, equal_share: _EqualShare, settings: SimulationSettings
-) -> JobResult:
+def _result(job: SimulatedJob, contention: float, equal_share: _EqualShare) -> JobResult:
     assert job.completed_at is not None
     assert job.started_at is not None
     time = job.completed_at - job.submission.time
@@ -148,18 +108,8 @@ def _result(
         restarts=job.restarts,
         gpu_hours=job.replica_seconds / 3600,
         finish_time_fairness=time / equal_share.completion_time(job.submission, contention),
-        gpu_hours_by_type={
-            name: seconds / 3600 for name, seconds in sorted(job.replica_seconds_on.items()) if name
-        },
-        moves=_moves(job, settings),
         deadline=job.submission.deadline,
     )
-
-
-def _moves(job: SimulatedJob, settings: SimulationSettings) -> int:
-    """Return how often a job moved to another type of accelerator."""
-    types = [settings.type_of(nodes) for _, nodes in job.history if nodes]
-    return sum(before != after for before, after in pairwise(types))
 
 
 class Contention:
