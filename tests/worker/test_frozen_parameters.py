@@ -24,6 +24,7 @@ from support.training import (
     entered,
     equal,
     learn,
+    make_step,
     network,
     parameters_of,
     samples,
@@ -62,9 +63,7 @@ def test_parameters_are_frozen_and_unfrozen_as_in_a_plain_loop(make_trainer: Mak
         for epoch in range(2):
             for _, x, y in trainer.dataloader(samples()):
                 freeze(model, places.get(trainer.steps, frozen_of(model)))
-                optimizer.zero_grad()
-                learn(model, x, y)
-                optimizer.step()
+                make_step(model, optimizer, x, y)
                 batches.append((x, y))
             trainer.step(epoch)
     trainer.close()
@@ -92,9 +91,7 @@ def test_statistics_are_made_again_and_the_step_of_the_change_is_left_out(
             if number == 3 + micro:
                 assert trainer.adascale.estimate is not None
                 freeze(model, [])
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             if number == 5:
                 assert trainer.adascale.estimate is None
     estimate = trainer.adascale.estimate
@@ -132,9 +129,7 @@ def test_what_is_trained_is_restored_from_a_checkpoint(make_trainer: MakeTrainer
         assert trainer.program_reentry(model, optimizer).epoch == epochs.start
         for epoch in epochs:
             for _, x, y in trainer.dataloader(samples()):
-                optimizer.zero_grad()
-                learn(model, x, y)
-                optimizer.step()
+                make_step(model, optimizer, x, y)
                 if trainer.made_step:
                     estimates[folder.name].append(trainer.adascale.estimate)
             if epoch == change_after:
@@ -232,9 +227,7 @@ def test_the_gain_is_estimated_although_each_step_freezes_and_unfreezes(
         freeze(model, FIRST)
         moved = adversarial(model, x)
         freeze(model, [])
-        optimizer.zero_grad()
-        learn(model, moved, y)
-        optimizer.step()
+        make_step(model, optimizer, moved, y)
         freeze(model, SECOND)
     assert trainer.adascale.estimate is not None
     averages = trainer.adascale.state_dict()["adascale"]
@@ -320,9 +313,7 @@ def require_plain(job: Members, changes: dict[str, list[str]]) -> None:
             freeze(model, changes.get(f"begin {epoch}", frozen_of(model)))
         freeze(model, changes.get(f"step {step - 1}", frozen_of(model)))
         order = torch.tensor(steps[step])
-        optimizer.zero_grad()
-        learn(model, features[order], targets[order])
-        optimizer.step()
+        make_step(model, optimizer, features[order], targets[order])
     found = torch.load(job.folder / "journal" / "parameters.pt")
     for own, expected in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)

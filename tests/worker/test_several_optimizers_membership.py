@@ -91,34 +91,32 @@ def test_a_survivor_that_leaves_its_loop_after_the_discarded_step_is_in_the_next
     assert job.last_step() == 2 + 3 + 3
 
 
-@pytest.mark.parametrize("others", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_error_between_the_two_parts_of_a_step_leaves_the_state_from_before_it(
-    make_members: Callable[..., Members], tmp_path: Path, others: int
+    make_members: Callable[..., Members], tmp_path: Path
 ) -> None:
     """Rank 0 saves the state before it ends, because the batch may have been too large for all."""
     bounds = {"batch_size": 12, "local_bsz_bounds": [2, 12]}
     saves = {**bounds, "checkpoint_dir": str(tmp_path / "state"), "checkpoint_interval": 1000}
     job = make_members(PROGRAM=PROGRAM, BOUNDS=json.dumps(saves), EPOCHS=4, FAILS_AT=6)
-    trainers = job.start(1 + others)
+    trainers = job.start(2)
     job.activate(trainers)
     job.wait(lambda: all(t.code is not None for t in trainers), "the processes end")
     assert {t.code for t in trainers} <= {EXIT_OUT_OF_MEMORY, *REPLACED_CODES}
-    replacements = job.start(1 + others)
+    replacements = job.start(2)
     job.activate(replacements, env={"ADASCALE_LOCAL_BSZ_LIMIT": "3"})
     assert len(job.finish()) == 1
     assert job.require_complete_stream() == 16
 
 
-@pytest.mark.parametrize("replica", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_batch_that_does_not_fit_into_the_second_part_is_repeated_in_smaller_batches(
-    make_members: Callable[..., Members], replica: int
+    make_members: Callable[..., Members],
 ) -> None:
     bounds = json.dumps({"batch_size": 12, "local_bsz_bounds": [2, 12]})
-    job = make_members(PROGRAM=PROGRAM, BOUNDS=bounds, EPOCHS=4, SHORT_REPLICA=replica, SHORT_AT=0, FITS=4)
+    job = make_members(PROGRAM=PROGRAM, BOUNDS=bounds, EPOCHS=4, SHORT_REPLICA=1, SHORT_AT=0, FITS=4)
     trainers = job.start(2)
     job.activate(trainers)
     job.wait_holding(trainers)
-    limits = [m["local_bsz_limit"] for m in trainers[replica].messages if m["type"] == "limited"]
+    limits = [m["local_bsz_limit"] for m in trainers[1].messages if m["type"] == "limited"]
     assert limits == [3]
     job.activate(trainers, env={"ADASCALE_LOCAL_BSZ_LIMIT": "3"})
     assert len(job.finish()) == 1, "the weights are equal"

@@ -1,15 +1,11 @@
 """Tests of several replicas under torchrun."""
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.launch import PROGRAMS, run_python
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 
 
 @pytest.fixture(scope="module")
@@ -127,36 +123,6 @@ def test_the_weight_of_a_step_is_that_of_all_its_micro_batches(results: list[dic
         assert len(result["step_weights"]) == 4
         for ours, theirs in result["step_weights"]:
             assert ours == pytest.approx(theirs)
-
-
-@pytest.mark.slow
-def test_the_example_under_torchrun_has_a_gain_above_one(tmp_path: Path) -> None:
-    output = run_python(
-        EXAMPLE, replicas=2, ADASCALE_SCALE_INVARIANT_STEPS=1000, ADASCALE_CHECKPOINT_DIR=tmp_path
-    )
-    found = re.search(r"test accuracy ([\d.]+)% after (\d+) steps at batch size 4", output)
-    assert found, output
-    assert output.count("test accuracy") == 1
-    assert float(found[1]) > 70
-    manifest = json.loads(sorted(tmp_path.glob("*.json"))[-1].read_text())
-    assert manifest["finished"]
-    assert manifest["progress"] >= 1000
-    assert manifest["step"] < manifest["progress"], "the mean gain is above 1"
-    assert manifest["result"]["accuracy"] == pytest.approx(float(found[1]) / 100, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_the_example_with_adamw_and_bfloat16_trains_on_two_replicas(tmp_path: Path) -> None:
-    output = run_python(
-        EXAMPLE.with_name("cnn.py"),
-        replicas=2,
-        ADASCALE_SCALE_INVARIANT_STEPS=200,
-        ADASCALE_CHECKPOINT_DIR=tmp_path,
-    )
-    assert len(re.findall(r"test accuracy ([6-9][\d.]+)%", output)) == 1, output
-    manifest = json.loads(sorted(tmp_path.glob("*.json"))[-1].read_text())
-    assert manifest["finished"]
-    assert manifest["progress"] >= 200
 
 
 @pytest.mark.slow

@@ -5,11 +5,9 @@ STEP_SECONDS, the minimum duration of a step; WAITS, the name of a replica that 
 epoch 1 until it is killed; COMMUNICATES, to call what communicates in each batch, under torchrun.
 """
 
-import hashlib
 import json
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from adascale.accelerate import ElasticAccelerator as Accelerator
+from support.records import StepRecords
 
 folder = Path(os.environ["JOURNAL"])
 folder.mkdir(parents=True, exist_ok=True)
@@ -71,56 +70,40 @@ def communicate(index: torch.Tensor) -> None:
 
 
 calls: list[int] = []
-with (folder / f"{name}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
-    indices: list[int] = []
-    for epoch in accelerator.epochs(num_epochs):
-        model.train()
-        for index, x, y in train_dataloader:
-            steps, position = trainer.steps, trainer.samples
-            if os.environ.get("COMMUNICATES"):
-                communicate(index)
-            with accelerator.accumulate(model):
-                loss = nn.functional.cross_entropy(model(x), y)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                lr_scheduler.step()
-                optimizer.zero_grad()
-            indices += index.tolist()
-            assert accelerator.sync_gradients == (trainer.steps > steps)
-            assert (accelerator.num_processes, accelerator.process_index) == (trainer.replicas, trainer.rank)
+records = StepRecords(trainer, name)
+for epoch in accelerator.epochs(num_epochs):
+    model.train()
+    for index, x, y in records.of(train_dataloader):
+        steps = trainer.steps
+        if os.environ.get("COMMUNICATES"):
+            communicate(index)
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
             if accelerator.sync_gradients:
-                record = {
-                    "step": trainer.steps,
-                    "samples": [position, trainer.samples],
-                    "indices": indices[-((trainer.samples - position) // trainer.replicas) :],
-                    "rank": trainer.rank,
-                    "replicas": trainer.replicas,
-                    "generation": trainer.generation,
-                    "epoch": epoch,
-                    "loss": loss.item(),
-                    "progress": trainer.progress,
-                    "lr": optimizer.param_groups[0]["lr"],
-                }
-                journal.write(json.dumps(record) + "\n")
-            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-        model.eval()
-        evaluated: list[list[float]] = []
-        for index, x, y in eval_dataloader:
-            with torch.no_grad():
-                losses = nn.functional.cross_entropy(model(x), y, reduction="none")
-            # Two calls, between which a replica may be lost.
-            numbers = accelerator.gather_for_metrics(index)
-            values = accelerator.gather(losses)
-            evaluated += [[int(n), v] for n, v in zip(numbers, values.tolist(), strict=True)]
-            if epoch == 1:
-                (folder / f"evaluates-{name}").touch()
-            if epoch == 1 and os.environ.get("WAITS") == name:
-                threading.Event().wait()
-        with (folder / f"evaluations-{name}").open("a") as file:
-            file.write(json.dumps({"epoch": epoch, "results": sorted(evaluated)}) + "\n")
-        accelerator.save_state(str(folder / "state"))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+        assert accelerator.sync_gradients == (trainer.steps > steps)
+        assert (accelerator.num_processes, accelerator.process_index) == (trainer.replicas, trainer.rank)
+        records.add(index, epoch=epoch, loss=loss.item(), lr=optimizer.param_groups[0]["lr"])
+    model.eval()
+    evaluated: list[list[float]] = []
+    for index, x, y in eval_dataloader:
+        with torch.no_grad():
+            losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        # Two calls, between which a replica may be lost.
+        numbers = accelerator.gather_for_metrics(index)
+        values = accelerator.gather(losses)
+        evaluated += [[int(n), v] for n, v in zip(numbers, values.tolist(), strict=True)]
+        if epoch == 1:
+            (folder / f"evaluates-{name}").touch()
+        if epoch == 1 and os.environ.get("WAITS") == name:
+            threading.Event().wait()
+    with (folder / f"evaluations-{name}").open("a") as file:
+        file.write(json.dumps({"epoch": epoch, "results": sorted(evaluated)}) + "\n")
+    accelerator.save_state(str(folder / "state"))
 accelerator.wait_for_everyone()
 accelerator.end_training()
 if os.environ.get("COMMUNICATES"):
@@ -128,6 +111,4 @@ if os.environ.get("COMMUNICATES"):
     assert set(calls) == {accelerator.process_index}
     accelerator.print("communicates")
 
-weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-digest = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
-(folder / f"weights-{name}-{os.getpid()}").write_text(digest)
+records.finish(model.parameters())

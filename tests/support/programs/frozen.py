@@ -7,20 +7,16 @@ the beginning; CHANGES, the names that are frozen from a place on, each only if 
 it}; INSIDE, if set, each step has a second loss, for which a part is frozen.
 """
 
-import hashlib
 import json
 import os
-import time
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from adascale import ElasticTrainer
+from support.records import StepRecords
 from support.training import network, samples, sgd
 
-folder, replica = Path(os.environ["JOURNAL"]), os.environ["REPLICA"]
-folder.mkdir(parents=True, exist_ok=True)
 changes = json.loads(os.environ.get("CHANGES", "{}"))
 trainer = ElasticTrainer(**json.loads(os.environ["BOUNDS"]))
 model = network()
@@ -47,35 +43,19 @@ def learn(x: torch.Tensor, y: torch.Tensor) -> None:
 freeze(json.loads(os.environ.get("FROZEN", "[]")))
 optimizer = sgd(model)
 state = trainer.program_reentry(model, optimizer)
-with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
-    micro, indices = 0, []
-    for epoch in range(state.epoch, int(os.environ["EPOCHS"])):
-        change(f"begin {epoch}")
-        for index, x, y in trainer.dataloader(samples()):
-            change(f"step {trainer.steps}")
-            if micro == 1:
-                change(f"micro {trainer.steps}")
-            start = trainer.samples
-            optimizer.zero_grad()
-            learn(x, y)
-            optimizer.step()
-            indices += index.tolist()
-            micro += 1
-            if trainer.made_step:
-                record = {
-                    "step": trainer.steps,
-                    "samples": [start, trainer.samples],
-                    "indices": indices[-((trainer.samples - start) // trainer.replicas) :],
-                    "generation": trainer.generation,
-                    "epoch": epoch,
-                    "gain": trainer.adascale.gain(),
-                }
-                journal.write(json.dumps(record) + "\n")
-                micro = 0
-            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-        change(f"end {epoch}")
-        trainer.step(epoch)
-parameters = [parameter.detach() for parameter in model.parameters()]
-torch.save(parameters, folder / "parameters.pt")
-digest = hashlib.sha256(torch.cat([each.flatten() for each in parameters]).numpy().tobytes()).hexdigest()
-(folder / f"weights-{replica}-{os.getpid()}").write_text(digest)
+records, micro = StepRecords(trainer), 0
+for epoch in range(state.epoch, int(os.environ["EPOCHS"])):
+    change(f"begin {epoch}")
+    for index, x, y in records.of(trainer.dataloader(samples())):
+        change(f"step {trainer.steps}")
+        if micro == 1:
+            change(f"micro {trainer.steps}")
+        optimizer.zero_grad()
+        learn(x, y)
+        optimizer.step()
+        micro = 0 if trainer.made_step else micro + 1
+        records.add(index, epoch=epoch, gain=trainer.adascale.gain())
+    change(f"end {epoch}")
+    trainer.step(epoch)
+torch.save([parameter.detach() for parameter in model.parameters()], records.folder / "parameters.pt")
+records.finish(model.parameters())

@@ -9,22 +9,19 @@ loss from step SHORT_AT; FAILS_AT, the step between whose two parts the program 
 than 4 samples.
 """
 
-import hashlib
 import json
 import os
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from adascale import ElasticTrainer
 from support.gan import Gan, noise_of
+from support.records import StepRecords
 from support.training import samples
 
 replica = os.environ["REPLICA"]
-folder = Path(os.environ["JOURNAL"])
-folder.mkdir(parents=True, exist_ok=True)
 trainer = ElasticTrainer(**json.loads(os.environ.get("BOUNDS", '{"batch_size": 12}')))
 # Different initial weights, which the members have to agree on: those of the first.
 gan = Gan(norm="NORM" in os.environ, seed=2 + int(replica))
@@ -54,44 +51,25 @@ def between() -> None:
     if trainer.steps == int(os.environ.get("FAILS_AT", "-1")) and trainer.get_local_bsz() > 4:
         raise torch.OutOfMemoryError("the loss does not fit")
     if replica == os.environ.get("STOP_REPLICA") and trainer.steps == int(os.environ["STOP_AT"]):
-        (folder / "stopped").touch()
+        (records.folder / "stopped").touch()
         while True:
             time.sleep(1)
 
 
 state = gan.enter(trainer, register={"average": average})
-with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
-    indices: list[int] = []
-    for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "6"))):
-        for batch, (index, x, _) in enumerate(trainer.dataloader(samples()), 1):
-            steps, position = trainer.steps, trainer.samples
-            is_second = False
-            # A part of the noise comes from the generators that the trainer seeds.
-            noise = noise_of(index) + (0.0 if "PLAIN_NOISE" in os.environ else 0.01) * torch.rand(1)
-            losses = gan.learn(x, noise, loop=os.environ.get("LOOP", "alternating"), between=between)
-            gan.step_schedulers()
-            indices += index.tolist()
-            if trainer.made_step:
-                average.update_parameters(gan.generator)
-            if trainer.steps > steps:
-                taken = indices[-((trainer.samples - position) // trainer.replicas) :]
-                record = {
-                    "step": trainer.steps,
-                    "samples": [position, trainer.samples],
-                    "indices": taken,
-                    "rank": trainer.rank,
-                    "replicas": trainer.replicas,
-                    "generation": trainer.generation,
-                    "losses": [loss.item() for loss in losses],
-                    "progress": trainer.progress,
-                }
-                journal.write(json.dumps(record) + "\n")
-            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-            if batch == int(os.environ.get("BATCHES", "0")):
-                break
-        trainer.step(epoch)
-
-weights = torch.cat([p.flatten() for p in [*gan.parameters(), *average.parameters()]]).detach()
-digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
-(folder / f"weights-{replica}-{os.getpid()}").write_text(digest)
-torch.save(gan.parameters(), folder / "parameters.pt")
+records = StepRecords(trainer)
+for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "6"))):
+    for batch, (index, x, _) in enumerate(records.of(trainer.dataloader(samples())), 1):
+        is_second = False
+        # A part of the noise comes from the generators that the trainer seeds.
+        noise = noise_of(index) + (0.0 if "PLAIN_NOISE" in os.environ else 0.01) * torch.rand(1)
+        gan.learn(x, noise, loop=os.environ.get("LOOP", "alternating"), between=between)
+        gan.step_schedulers()
+        if trainer.made_step:
+            average.update_parameters(gan.generator)
+        records.add(index)
+        if batch == int(os.environ.get("BATCHES", "0")):
+            break
+    trainer.step(epoch)
+records.finish([*gan.parameters(), *average.parameters()])
+torch.save(gan.parameters(), records.folder / "parameters.pt")

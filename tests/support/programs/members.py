@@ -4,32 +4,29 @@ Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of th
 STEP_SECONDS, the minimum duration of a step; REPLICA, a name for its file; WIDTH, of the hidden layer;
 KEEP_GRADIENTS, to set gradients to zero instead of None; FITS, the samples of a batch that fit into memory,
 SHORT, where others fail (forward, backward, allocate, loss), after SHORT_AFTER steps, and SHORT_REPLICA, on
-which replica only; PER_EPOCH, 1 to step the scheduler once per epoch; COMPILE, how the model is compiled
-("in place" or "wrapped"), after which a second compilation is an error; LOADER, arguments of
-trainer.dataloader as JSON; EVALUATES, to evaluate
-after training, which ends when the trainer is "finished", or after the "epochs"; GPUS, on how many GPUs the
-replicas are; SAMPLES, the length of the data set; WEIGHTED, to give each micro-batch a weight; STREAM, to
-read the data set as a stream, in an order that is drawn ("plain"), with states of the data set ("states"),
-in "shards", or in another order on each replica ("unequal"), where EXACTLY_ONCE=0 allows this.
+which replica only; PER_EPOCH, 1 to step the scheduler once per epoch; COMPILE, to compile the model, after
+which a second compilation is an error; LOADER, arguments of trainer.dataloader as JSON; EVALUATES, to
+evaluate after training, which ends when the trainer is "finished", or after the "epochs"; GPUS, on how many
+GPUs the replicas are; SAMPLES, the length of the data set; WEIGHTED, to give each micro-batch a weight;
+STREAM, to read the data set as a stream, in an order that is drawn ("plain"), with states of the data set
+("states"), in "shards", or in another order on each replica ("unequal"), where EXACTLY_ONCE=0 allows this.
 """
 
-import hashlib
 import itertools
 import json
 import os
 import random
 import time
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
 from adascale import ElasticTrainer
+from support.records import StepRecords
 from support.streams import Numbers, Sharded, WithState
 
-folder = Path(os.environ["JOURNAL"])
 gpus = int(os.environ.get("GPUS", "0"))
 trainer = ElasticTrainer(
     **json.loads(os.environ.get("BOUNDS", '{"batch_size": 12}')),
@@ -90,12 +87,9 @@ torch.manual_seed(int(os.environ["REPLICA"]))
 model: nn.Module = nn.Sequential(
     nn.Linear(6, width), nn.BatchNorm1d(width), Memory(), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
 ).to(trainer.device)
-if compilation := os.environ.get("COMPILE"):
+if "COMPILE" in os.environ:
     torch._dynamo.config.error_on_recompile = True
-    if compilation == "in place":
-        model.compile(backend="eager", dynamic=True)
-    else:
-        model = cast(nn.Module, torch.compile(model, backend="eager", dynamic=True))
+    model.compile(backend="eager", dynamic=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 per_epoch = os.environ.get("PER_EPOCH") == "1"
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1 if per_epoch else 7, gamma=0.9)
@@ -115,7 +109,7 @@ class EndedEpochs:
 
 ended = EndedEpochs()
 state = trainer.program_reentry(model, optimizer, scheduler, register={"ended": ended})
-folder.mkdir(parents=True, exist_ok=True)
+records = StepRecords(trainer)
 epochs = int(os.environ.get("EPOCHS", "6"))
 evaluates = os.environ.get("EVALUATES")
 loader = json.loads(os.environ.get("LOADER", "{}"))
@@ -127,50 +121,27 @@ if stream:
     loader["exactly_once"] = os.environ.get("EXACTLY_ONCE") != "0"
     if stream == "unequal":
         data.rotation = int(os.environ["REPLICA"])
-with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
-    indices: list[int] = []
-    for epoch in itertools.count(state.epoch) if evaluates == "finished" else range(state.epoch, epochs):
-        for index, x, y in trainer.dataloader(data, **loader):
-            steps, samples = trainer.steps, trainer.samples
-            optimizer.zero_grad(set_to_none="KEEP_GRADIENTS" not in os.environ)
-            noise = random.random() + float(numpy.random.rand())
-            x, y = (x + 0.01 * noise).to(trainer.device), y.to(trainer.device)
-            loss = nn.functional.cross_entropy(model(x), y)
-            require_memory(len(x), "loss")
-            if "WEIGHTED" in os.environ:
-                loss = trainer.weighted(loss, 100 + int(index.sum()) % 7)
-            loss.backward()
-            optimizer.step()
-            if not per_epoch:
-                scheduler.step()
-            indices += index.tolist()
-            if trainer.steps > steps:
-                journal.write(
-                    json.dumps(
-                        {
-                            "step": trainer.steps,
-                            "samples": [samples, trainer.samples],
-                            "indices": indices[-((trainer.samples - samples) // trainer.replicas) :],
-                            "rank": trainer.rank,
-                            "replicas": trainer.replicas,
-                            "generation": trainer.generation,
-                            "epoch": epoch,
-                            "loss": loss.item(),
-                            "progress": trainer.progress,
-                            "lr": optimizer.param_groups[0]["lr"],
-                            "ended": ended.count,
-                            "time": time.monotonic(),
-                        }
-                    )
-                    + "\n"
-                )
-            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-        if per_epoch:
+for epoch in itertools.count(state.epoch) if evaluates == "finished" else range(state.epoch, epochs):
+    for index, x, y in records.of(trainer.dataloader(data, **loader)):
+        optimizer.zero_grad(set_to_none="KEEP_GRADIENTS" not in os.environ)
+        noise = random.random() + float(numpy.random.rand())
+        x, y = (x + 0.01 * noise).to(trainer.device), y.to(trainer.device)
+        loss = nn.functional.cross_entropy(model(x), y)
+        require_memory(len(x), "loss")
+        if "WEIGHTED" in os.environ:
+            loss = trainer.weighted(loss, 100 + int(index.sum()) % 7)
+        loss.backward()
+        optimizer.step()
+        if not per_epoch:
             scheduler.step()
-        trainer.step(epoch)
-        ended.count += 1
-        if evaluates == "finished" and trainer.finished:
-            break
+        lr = optimizer.param_groups[0]["lr"]
+        records.add(index, epoch=epoch, loss=loss.item(), lr=lr, ended=ended.count, time=time.monotonic())
+    if per_epoch:
+        scheduler.step()
+    trainer.step(epoch)
+    ended.count += 1
+    if evaluates == "finished" and trainer.finished:
+        break
 
 if evaluates:
     model.eval()
@@ -179,6 +150,4 @@ if evaluates:
         for _, x, y in evaluation:
             evaluation.add(correct=(model(x.to(trainer.device)).argmax(1).cpu() == y).sum())
     trainer.report_result(correct=float(evaluation.means["correct"]))
-weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-digest = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
-(folder / f"weights-{os.environ['REPLICA']}-{os.getpid()}").write_text(digest)
+records.finish(model.parameters())
