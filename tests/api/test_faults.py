@@ -25,7 +25,7 @@ from api.client import (
     wait_until,
 )
 from api.test_decision import a_decision
-from support.small_disk import fill, small_disk
+from support.file_systems import fill, small_disk
 
 TO_SCHEMA_13 = (
     *(

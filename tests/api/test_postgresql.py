@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from adascale_api.data.postgresql import PostgresqlConnector
 from adascale_core.messages.registration import ReplicaState
 from api.client import Client, ServiceProcess, a_registration, a_report, wait_until
 from api.test_faults import TO_SCHEMA_13
-from support.cutting_proxy import cutting_proxy
+from support.file_systems import fill
 from support.launch import free_port
 from support.postgresql import PostgresqlServer, postgresql_server
-from support.small_disk import fill
+from support.proxy import Proxy
 
 
 @pytest.fixture
@@ -277,13 +277,45 @@ def test_what_was_answered_survives_the_promotion_of_a_standby(tmp_path: Path) -
             assert "Traceback" not in service.log()
 
 
+class CuttingProxy(Proxy):
+    """Cuts the connection of every fifth COMMIT.
+
+    In turn before the server receives it, and after the server has answered it, without the answer.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.cuts = {"before": 0, "after": 0}
+        self._commits = 0
+        self._lose_answers: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        super().__init__(port)
+
+    def request(self, data: bytes, client: socket.socket, server: socket.socket) -> bool:
+        """As `Proxy.request`."""
+        if b"COMMIT\0" in data:
+            with self._lock:
+                self._commits += 1
+                kind = {5: "before", 0: "after"}.get(self._commits % 10)
+                if kind is not None:
+                    self.cuts[kind] += 1
+            if kind == "before":
+                return False
+            if kind == "after":
+                self._lose_answers.add(client)
+        return super().request(data, client, server)
+
+    def answer(self, data: bytes, client: socket.socket) -> bool:
+        """As `Proxy.answer`."""
+        return client not in self._lose_answers and super().answer(data, client)
+
+
 @pytest.mark.slow
 def test_a_connection_that_is_cut_in_a_commit_loses_and_repeats_nothing(
     postgresql: PostgresqlServer, tmp_path: Path
 ) -> None:
     url = postgresql.new_database()
     with (
-        cutting_proxy(postgresql.port, period=5) as proxy,
+        closing(CuttingProxy(postgresql.port)) as proxy,
         ServiceProcess(tmp_path, url=url.replace(f":{postgresql.port}/", f":{proxy.port}/")) as service,
         Client(service.port) as client,
     ):

@@ -32,7 +32,7 @@ from api.client import (
     wait_until,
 )
 from support.examples import examples
-from support.small_disk import fill, small_disk
+from support.file_systems import fill, small_disk
 
 CLIENTS = 16
 

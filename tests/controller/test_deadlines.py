@@ -18,11 +18,11 @@ from adascale_controller.operator.types.kubernetes import timestamp
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import StepTime
-from support.decisions import decided
 from support.observed_jobs import (
     NOW,
     actions_for,
     condition,
+    decided,
     finished_pod,
     job,
     observed,

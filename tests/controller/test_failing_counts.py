@@ -16,7 +16,6 @@ from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
 from controller.conftest import DecidedCount
-from support.decisions import result_of
 from support.observed_jobs import (
     actions_for,
     condition,
@@ -24,6 +23,7 @@ from support.observed_jobs import (
     job,
     observed,
     report,
+    result_of,
     training_job,
     view,
 )

@@ -18,8 +18,7 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.pods import PodExit, PodProblem
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
-from support.decisions import decided
-from support.observed_jobs import job, observed, pod, view
+from support.observed_jobs import decided, job, observed, pod, view
 
 UNSCHEDULABLE = ("Unschedulable", "0/2 nodes are available")
 

@@ -26,11 +26,11 @@ from adascale_controller.operator.types.settings import (
     Queueing,
 )
 from adascale_core.messages.allocation import Allocation
-from support.decisions import decided
 from support.observed_jobs import (
     SPEC,
     actions_for,
     condition,
+    decided,
     failed_pod,
     finished_pod,
     job,

@@ -14,8 +14,7 @@ from adascale_core.batch.gain import GradientEstimate
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
-from support.decisions import decided
-from support.observed_jobs import SPEC, job, observed, report, training_job
+from support.observed_jobs import SPEC, decided, job, observed, report, training_job
 
 TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "mine:1"}]}}
 

@@ -15,6 +15,7 @@ from adascale_controller.operator.observe.observed_job import CheckpointClaim, O
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
+from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
 from adascale_controller.operator.types.actions import (
     Actions,
     Schedule,
@@ -209,3 +210,23 @@ def writes(actions: Actions) -> dict[str, object]:
 def events(actions: Actions) -> list[str]:
     """Return the reasons of the Events."""
     return [event.reason for event in actions.events]
+
+
+# -- decisions about them ------------------------------------------------------------
+
+
+def decided(scheduler: Scheduler, *jobs: ObservedJob) -> Mapping[str, Decision]:
+    """Return the decisions about these jobs, which are all that may run, without nodes."""
+    result = result_of(scheduler, *jobs)
+    return dict(result.decisions)
+
+
+def result_of(scheduler: Scheduler, *jobs: ObservedJob) -> DecisionResult:
+    """Decide about these jobs, which are all that may run, without nodes, and adopt it."""
+    scheduler.retain({job.resource.uid for job in jobs})
+    scheduler.set_resources(None, ())
+    for job in jobs:
+        scheduler.update(job)
+    result = scheduler.solve(scheduler.decision_input())
+    scheduler.adopt(result, jobs[0].now if jobs else 0.0)
+    return result

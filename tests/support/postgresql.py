@@ -16,8 +16,8 @@ from uuid import uuid4
 import psycopg
 import pytest
 
+from support.file_systems import small_disk
 from support.launch import free_port
-from support.small_disk import small_disk
 
 FOLDERS = list(Path("/usr/lib/postgresql").glob("*/bin"))
 MIN_VERSION = 15

@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import subprocess
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -13,6 +12,7 @@ from typing import NoReturn
 import pytest
 
 from support.launch import free_port, wait_until
+from support.proxy import Proxy
 
 MODULE = "github.com/versity/versitygw/cmd/versitygw"
 VERSION = "v1.8.0"
@@ -114,8 +114,8 @@ class Refusal:
         ).encode()
 
 
-class Proxy:
-    """Forwards connections to the server.
+class FaultyProxy(Proxy):
+    """Disturbs the connections to an S3 server.
 
     Attributes:
         fault: "cut" closes connections after some bytes of a large request; "silent" takes requests and does
@@ -123,70 +123,37 @@ class Proxy:
         refusals: requests that were refused.
         refuses_checksums: whether requests are refused that have checksums which S3 does not require, as by
             some S3-compatible stores.
-        permits: if set, each part of an answer needs a permit.
     """
 
     def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
         self.fault: str | Refusal | None = None
         self.refusals = 0
         self.refuses_checksums = False
-        self.permits: threading.Semaphore | None = None
-        self._sockets: list[socket.socket] = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._forwarded: dict[socket.socket, int] = {}
+        super().__init__(port)
 
-    def close(self) -> None:
-        """Close all connections."""
-        for each in self._sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+    def request(self, data: bytes, client: socket.socket, server: socket.socket) -> bool:
+        """As `Proxy.request`."""
+        self._forwarded[client] = self._forwarded.get(client, 0) + len(data)
+        # A client sends a request after the answer to the one before, so each begins a part.
+        refusal = None
+        if data.startswith((b"PUT ", b"POST ")) and isinstance(self.fault, Refusal):
+            refusal = self.fault
+        elif self.refuses_checksums and _has_checksums(data):
+            refusal = Refusal(501, "NotImplemented")
+        if refusal is not None:
+            self.refusals += 1
+            client.sendall(refusal.answer)
+            while client.recv(65536):
+                pass
+            return False
+        if self.fault == "cut" and self._forwarded[client] > 3_000_000:
+            return False
+        return super().request(data, client, server)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                server = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
-                client.close()
-                continue
-            self._sockets += [client, server]
-            for source, target, is_request in ((client, server, True), (server, client, False)):
-                threading.Thread(target=self._forward, args=(source, target, is_request), daemon=True).start()
-
-    def _forward(self, source: socket.socket, target: socket.socket, is_request: bool) -> None:
-        forwarded = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                forwarded += len(data)
-                fault = self.fault
-                # A client sends a request after the answer to the one before, so each begins a part.
-                refusal = None
-                if is_request and data.startswith((b"PUT ", b"POST ")) and isinstance(fault, Refusal):
-                    refusal = fault
-                elif is_request and self.refuses_checksums and _has_checksums(data):
-                    refusal = Refusal(501, "NotImplemented")
-                if refusal is not None:
-                    self.refusals += 1
-                    source.sendall(refusal.answer)
-                    while source.recv(65536):
-                        pass
-                    break
-                if self.permits is not None and not is_request:
-                    self.permits.acquire()
-                if fault == "silent" and not is_request:
-                    continue
-                if fault == "cut" and is_request and forwarded > 3_000_000:
-                    break
-                target.sendall(data)
-        for each in (source, target):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+    def answer(self, data: bytes, client: socket.socket) -> bool:
+        """As `Proxy.answer`."""
+        return self.fault == "silent" or super().answer(data, client)
 
 
 def _has_checksums(request: bytes) -> bool:

@@ -14,8 +14,8 @@ import torch
 
 from adascale import ElasticTrainer
 from adascale_worker.process import exit as shutdown
+from support.file_systems import small_disk
 from support.service import Job, Service
-from support.small_disk import small_disk
 
 JOB_NUMBERS = count()
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
