@@ -153,32 +153,3 @@ def test_versions_continue_after_a_restart(tmp_path: Path) -> None:
         assert client.get("/jobs/a/allocation") == before
         assert allocate(client, "a", 2, 1)["version"] > before["version"]
         assert allocate(client, "b", 1, 1)["version"] > deleted
-
-
-def test_a_spare_takes_the_place_of_a_slow_replica_which_outlives_a_restart(tmp_path: Path) -> None:
-    def members(client: Client) -> list[int]:
-        return [each["replica"] for each in client.get("/jobs/a")["active"]["members"]]
-
-    def run(client: Client, generation: int, *replicas: int) -> None:
-        for replica in replicas:
-            client.register("a", a_registration(replica, ReplicaState.RUNNING, generation=generation))
-
-    slow = {"slow_replica": 1, "slow_factor": 1.25}
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
-        for replica in range(3):
-            client.register("a", a_registration(replica))
-        client.put("/jobs/a/allocation", {"generation": 1, "replicas": 2, "spares": 1})
-        run(client, 1, 0, 1)
-        client.post_gain("a", a_report(2, **slow), a_report(3))
-        client.post_gain("a", a_report(1, **slow))
-        assert members(client) == [0, 1], "the newest report names none"
-        answer = client.post_gain("a", a_report(4, **slow))["allocation"]["active"]
-        assert ([each["replica"] for each in answer["members"]], members(client)) == ([0, 2], [0, 2])
-        replacement = {"replica": 1, "instance": "agent-1", "node": "", "factor": 1.25, "spare": 2}
-        assert client.get("/jobs/a")["active"]["slow_replacement"] == replacement
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
-        run(client, 2, 0, 2)
-        for replica in (1, 3):
-            client.register("a", a_registration(replica, instance=f"other-{replica}.1"))
-        client.put("/jobs/a/allocation", {"generation": 3, "replicas": 3, "spares": 1})
-        assert members(client) == [0, 2, 3], "replica 1 was slow"

@@ -91,21 +91,3 @@ def test_commands_whose_port_is_taken_end_with_a_message(tmp_path: Path) -> None
             assert f"cannot listen on port {client.port}: address already in use" in refused.stderr
     listed = adascale_in_process("list", "--state-dir", tmp_path)
     assert listed.stdout == "", "the run has not begun"
-
-
-@pytest.mark.slow
-def test_all_runs_of_a_user_are_shown(tmp_path: Path) -> None:
-    environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
-    program = ["python", "-c", "raise SystemExit('no data')"]
-    job = write_paced_job(tmp_path / "job.yaml", pace=0.005, command=program, backoffLimit=0)
-    failed = call(environ, "run", job, "--state-dir", tmp_path / "deep" / "state", "--port", 0)
-    assert failed.returncode == 1
-    with page(environ) as client:
-        (summary,) = client.summaries().values()
-        assert summary["state"] == "Failed"
-        assert "exit code 1" in summary["run"]["reason"]
-    status = call(environ, "status", "test")
-    assert "exit code 1" in status.stdout
-    assert call(environ, "rm", "test", "--yes").stdout == "test deleted\n"
-    assert not (tmp_path / "deep" / "state").exists()
-    assert "No jobs on this machine" in call(environ, "list").stderr

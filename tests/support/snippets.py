@@ -138,12 +138,15 @@ test_set = TensorDataset(inputs[:50], dataset.tensors[1][:50])
 criterion = cross_entropy
 """
 
-_MODEL = """\
+_SCHEDULER = "scheduler = CosineAnnealingLR(optimizer, T_max=2 * len(dataset) // 32)\n"
+_MODEL = (
+    """\
 trainer = ElasticTrainer(epochs=2)
 model = Net().to(trainer.device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = CosineAnnealingLR(optimizer, T_max=2 * len(dataset) // 32)
 """
+    + _SCHEDULER
+)
 
 _STEP = """\
         optimizer.zero_grad()
@@ -157,6 +160,20 @@ _REENTRY = "state = trainer.program_reentry(model, optimizer, scheduler)\n"
 _LOOP = "for epoch in trainer.epochs():\n    for x, y in trainer.dataloader(dataset):\n"
 _ENDS = "assert trainer.finished and trainer.steps >= 32, (trainer.finished, trainer.steps)\n"
 
+
+def _training(
+    batch: str,
+    *,
+    before: str = "",
+    model: str = _MODEL,
+    reentry: str = _REENTRY,
+    loop: str = _LOOP,
+    after: str = "",
+) -> str:
+    """Return a program that trains: what it does with a batch, and what differs from others."""
+    return IMPORTS + before + model + reentry + loop + batch + after + _ENDS
+
+
 PROGRAMS = {
     # A program that trains.
     "program": IMPORTS
@@ -164,56 +181,35 @@ PROGRAMS = {
     + "assert trainer.finished and trainer.steps >= 160\n"
     + "assert cross_entropy(model(inputs), dataset.tensors[1]) < 0.9\n",
     "statement": IMPORTS + "PART 1\n",
-    # What a loop does with a batch.
-    "batch": IMPORTS
-    + _MODEL
-    + _REENTRY
-    + _LOOP
-    + "        PART 1\n        scheduler.step()\n"
-    + "assert norm > 0\n"
-    + _ENDS,
-    "weighted": IMPORTS
-    + "dataset = TensorDataset(inputs, torch.where(torch.arange(512) % 3 == 0, -1, dataset.tensors[1]))\n"
-    + _MODEL
-    + _REENTRY
-    + _LOOP
-    + "        optimizer.zero_grad()\n        valid_tokens = (y != -1).sum()\n        PART 1\n"
-    + "        optimizer.step()\n        scheduler.step()\n"
-    + _ENDS,
-    "after-step": IMPORTS
-    + _MODEL
-    + _REENTRY
-    + _LOOP
-    + _STEP
-    + "        norm = 1.0\n        PART 1\n"
-    + _ENDS,
-    "learning-rate": IMPORTS
-    + "def learning_rate(step):\n    return 0.1 / (1 + step)\n"
-    + _MODEL.replace("scheduler = CosineAnnealingLR(optimizer, T_max=2 * len(dataset) // 32)\n", "")
-    + "trainer.program_reentry(model, optimizer)\n"
-    + _LOOP
-    + "        PART 1\n"
-    + _STEP.replace("        scheduler.step()\n", "")
-    + "assert optimizer.param_groups[0]['lr'] == learning_rate(31)\n"
-    + _ENDS,
-    "generation": IMPORTS
-    + _MODEL
-    + _REENTRY
-    + "PART 1\n"
-    + "for epoch in trainer.epochs():\n    PART 2\n"
-    + _STEP
-    + "        value = torch.ones(())\n        dist.all_reduce(value, group=group)\n"
-    + "        assert value == trainer.replicas\n"
-    + _ENDS,
-    "order": IMPORTS
-    + "weights = torch.rand(len(dataset))\n"
-    + _MODEL
-    + _REENTRY
-    + "for epoch in trainer.epochs():\n    PART 1\n"
-    + _STEP
-    + _ENDS,
-    "stream": IMPORTS
-    + """\
+    "batch": _training("        PART 1\n        scheduler.step()\n", after="assert norm > 0\n"),
+    "weighted": _training(
+        "        optimizer.zero_grad()\n        valid_tokens = (y != -1).sum()\n        PART 1\n"
+        "        optimizer.step()\n        scheduler.step()\n",
+        before="dataset = TensorDataset(inputs, "
+        "torch.where(torch.arange(512) % 3 == 0, -1, dataset.tensors[1]))\n",
+    ),
+    "after-step": _training(_STEP + "        norm = 1.0\n        PART 1\n"),
+    "learning-rate": _training(
+        "        PART 1\n" + _STEP.replace("        scheduler.step()\n", ""),
+        before="def learning_rate(step):\n    return 0.1 / (1 + step)\n",
+        model=_MODEL.replace(_SCHEDULER, ""),
+        reentry="trainer.program_reentry(model, optimizer)\n",
+        after="assert optimizer.param_groups[0]['lr'] == learning_rate(31)\n",
+    ),
+    "generation": _training(
+        _STEP
+        + "        value = torch.ones(())\n        dist.all_reduce(value, group=group)\n"
+        + "        assert value == trainer.replicas\n",
+        loop="PART 1\nfor epoch in trainer.epochs():\n    PART 2\n",
+    ),
+    "order": _training(
+        _STEP,
+        before="weights = torch.rand(len(dataset))\n",
+        loop="for epoch in trainer.epochs():\n    PART 1\n",
+    ),
+    "stream": _training(
+        _STEP,
+        before="""\
 
 
 class Records(IterableDataset):
@@ -222,25 +218,20 @@ class Records(IterableDataset):
 
 
 stream, decode = Records(), dataset.__getitem__
-"""
-    + _MODEL
-    + _REENTRY
-    + "PART 1\n"
-    + _STEP
-    + _ENDS,
-    "shards": IMPORTS
-    + """\
+""",
+        loop="PART 1\n",
+    ),
+    "shards": _training(
+        _STEP,
+        before="""\
 def read_shard(index):
     return range(2 * index, 2 * index + 2)
 
 
 decode = dataset.__getitem__
-"""
-    + _MODEL
-    + _REENTRY
-    + "for epoch in trainer.epochs():\n    PART 1\n"
-    + _STEP
-    + _ENDS,
+""",
+        loop="for epoch in trainer.epochs():\n    PART 1\n",
+    ),
     "download": IMPORTS
     + """\
 
@@ -256,13 +247,11 @@ trainer = ElasticTrainer(epochs=2)
 PART 1
 assert len(dataset) == 512 and Path("data/batches.bin").is_file()
 """,
-    "average": IMPORTS
-    + _MODEL
-    + "PART 1\n"
-    + _LOOP
-    + "        optimizer.zero_grad()\n        cross_entropy(model(x), y).backward()\n        PART 2\n"
-    + "assert ema.n_averaged == trainer.steps\n"
-    + _ENDS,
+    "average": _training(
+        "        optimizer.zero_grad()\n        cross_entropy(model(x), y).backward()\n        PART 2\n",
+        reentry="PART 1\n",
+        after="assert ema.n_averaged == trainer.steps\n",
+    ),
     "frozen": IMPORTS
     + "epochs = 5\ntrainer = ElasticTrainer(epochs=epochs)\nscheduler = None\nmodel = Net()\n"
     + "frozen = copy.deepcopy(model.encoder)\n"
@@ -271,38 +260,30 @@ assert len(dataset) == 512 and Path("data/batches.bin").is_file()
     + "        if trainer.made_step:\n"
     + "            assert (epoch < 3) == torch.equal(model.encoder.weight, frozen.weight)\n"
     + _ENDS,
-    "compile": IMPORTS + _MODEL + "PART 1\n" + _LOOP + _STEP + _ENDS,
-    "scaler": IMPORTS
-    + _MODEL
-    + "PART 1\n"
-    + _LOOP
-    + "        optimizer.zero_grad()\n"
-    + "        with torch.autocast(trainer.device.type, dtype=torch.float16):\n"
-    + "            loss = cross_entropy(model(x), y)\n"
-    + "        PART 2\n        scheduler.step()\n"
-    + _ENDS,
-    "evaluation": IMPORTS
-    + _MODEL
-    + _REENTRY
-    + _LOOP
-    + _STEP
-    + "PART 1\n"
-    + "correct = model(inputs[:50]).argmax(1) == dataset.tensors[1][:50]\n"
-    + "assert evaluation.means['correct'] == correct.float().mean()\n"
-    + _ENDS,
-    "best": IMPORTS
-    + "os.environ['ADASCALE_CHECKPOINT_DIR'] = 'checkpoints'\n"
-    + _MODEL
-    + _REENTRY
-    + "PART 1\n"
-    + _LOOP
-    + _STEP
-    + "    model.eval()\n"
-    + "    evaluation = trainer.evaluation(test_set, batch_size=32)\n"
-    + "    for x, y in evaluation:\n        evaluation.add(accuracy=(model(x).argmax(1) == y).sum())\n"
-    + "    model.train()\n"
-    + "    PART 2\n"
-    + _ENDS
+    "compile": _training(_STEP, reentry="PART 1\n"),
+    "scaler": _training(
+        "        optimizer.zero_grad()\n"
+        "        with torch.autocast(trainer.device.type, dtype=torch.float16):\n"
+        "            loss = cross_entropy(model(x), y)\n"
+        "        PART 2\n        scheduler.step()\n",
+        reentry="PART 1\n",
+    ),
+    "evaluation": _training(
+        _STEP,
+        after="PART 1\n"
+        "correct = model(inputs[:50]).argmax(1) == dataset.tensors[1][:50]\n"
+        "assert evaluation.means['correct'] == correct.float().mean()\n",
+    ),
+    "best": _training(
+        _STEP,
+        before="os.environ['ADASCALE_CHECKPOINT_DIR'] = 'checkpoints'\n",
+        reentry=_REENTRY + "PART 1\n",
+        after="    model.eval()\n"
+        "    evaluation = trainer.evaluation(test_set, batch_size=32)\n"
+        "    for x, y in evaluation:\n        evaluation.add(accuracy=(model(x).argmax(1) == y).sum())\n"
+        "    model.train()\n"
+        "    PART 2\n",
+    )
     + "trainer.close()\n"
     + "assert list(Path('checkpoints').rglob('best-*.safetensors'))\n",
     "several": IMPORTS
@@ -384,8 +365,9 @@ for number, (x, y) in enumerate(DataLoader(dataset, batch_size=16), 1):
         optimizer.zero_grad()
 assert 1 <= optimizer.gain() <= 2
 """,
-    "own-optimizer": IMPORTS
-    + """\
+    "own-optimizer": _training(
+        _STEP,
+        before="""\
 PART 1
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.01, "beta": 0.9})
@@ -400,12 +382,11 @@ PART 1
                 parameter.addcdiv_(parameter.grad, mean.sqrt() + 1e-8, value=-group["lr"])
 
 
-"""
-    + _MODEL.replace("torch.optim.SGD(model.parameters(), lr=0.1)", "MyOptimizer(model.parameters())")
-    + _REENTRY
-    + _LOOP
-    + _STEP
-    + _ENDS,
+""",
+        model=_MODEL.replace(
+            "torch.optim.SGD(model.parameters(), lr=0.1)", "MyOptimizer(model.parameters())"
+        ),
+    ),
 }
 
 FRAMEWORK_PROGRAMS = {

@@ -63,6 +63,13 @@ def learn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """Make a step, or the part of one for a micro-batch."""
+    optimizer.zero_grad()
+    learn(model, x, y)
+    optimizer.step()
+
+
 def train_without(
     left_out: Collection[int],
     model: nn.Module,
@@ -77,9 +84,7 @@ def train_without(
         if 3 * step + 2 not in left_out:
             kept = [batches[number] for number in range(3 * step, 3 * step + 3) if number not in left_out]
             _, x, y = samples(36)[concatenate(kept)]
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
 
 
 def adversarial(model: nn.Module, x: Tensor) -> Tensor:

@@ -20,7 +20,16 @@ from adascale_worker.state.file import Snapshot
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.snapshot_memory import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
-from support.training import FIXED, MakeTrainer, adamw, equal, learn, network, parameters_of, samples
+from support.training import (
+    FIXED,
+    MakeTrainer,
+    adamw,
+    equal,
+    make_step,
+    network,
+    parameters_of,
+    samples,
+)
 
 
 class KilledError(Exception):
@@ -84,9 +93,7 @@ def run(
                 for _, x, y in trainer.dataloader(samples()):
                     if trainer.steps == until:
                         raise KilledError
-                    optimizer.zero_grad()
-                    learn(model, x, y)
-                    optimizer.step()
+                    make_step(model, optimizer, x, y)
                     registered.calls += 1
                     after_step(trainer, model)
                 trainer.step(epoch)

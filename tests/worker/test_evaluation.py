@@ -30,7 +30,7 @@ from adascale_worker.loop.evaluation import (
     exact_sum,
 )
 from support.examples import examples
-from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
+from support.training import ACCUMULATING, FIXED, MakeTrainer, make_step, network, samples, sgd
 
 
 def entered(make_trainer: MakeTrainer, **options: object) -> tuple[ElasticTrainer, nn.Module]:
@@ -65,9 +65,7 @@ def test_an_evaluation_inside_the_data_loop_does_not_disturb_training(make_train
         optimizer = sgd(model)
         trainer.program_reentry(model, optimizer)
         for _, x, y in trainer.dataloader(samples()):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             if evaluates:
                 model.eval()
                 with torch.no_grad():

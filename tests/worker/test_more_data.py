@@ -13,7 +13,7 @@ from torch import nn
 from adascale import ElasticTrainer
 from adascale_worker.errors import DatasetError
 from support.members import Members
-from support.training import FIXED, MakeTrainer, entered, learn, samples
+from support.training import FIXED, MakeTrainer, entered, make_step, samples
 
 pytestmark = pytest.mark.usefixtures("durable_checkpoints")
 
@@ -36,9 +36,7 @@ def train_until(
     seen: list[int] = []
     for epoch in epochs:
         for index, x, y in trainer.dataloader(samples(count), **options):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             seen += index.tolist()
             if trainer.steps == last_step:
                 trainer.close()

@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -32,14 +31,12 @@ from adascale_storage import (
 from adascale_worker.errors import CheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.state import schedule
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 from support import s3
 from support.fast_python import PYTHON
-from support.sharded_states import Replica, require_part
-from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
+from support.training import FIXED, MakeTrainer, make_step, network, samples, sgd
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")
 
@@ -65,8 +62,8 @@ def server(program: str, tmp_path: Path) -> Iterator[s3.S3Server]:
 
 
 @pytest.fixture
-def proxy(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
-    proxy = s3.Proxy(server.port)
+def proxy(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.FaultyProxy]:
+    proxy = s3.FaultyProxy(server.port)
     for name, value in s3.environment(proxy.port).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(object_store, "MULTIPART_BYTES", PART)
@@ -77,7 +74,7 @@ def proxy(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.P
 
 
 @pytest.fixture
-def store(proxy: s3.Proxy) -> CheckpointStore:
+def store(proxy: s3.FaultyProxy) -> CheckpointStore:
     return CheckpointStore(open_storage(f"s3://{s3.BUCKET}/jobs/digits/"), chunk_bytes=2**20)
 
 
@@ -115,26 +112,9 @@ def test_checkpoints_are_saved_loaded_and_the_last_two_kept(
     assert len([name for name in store.storage.names() if name.startswith("checkpoint-")]) == 4
 
 
-@pytest.mark.usefixtures("proxy")
-def test_the_processes_of_a_replica_save_and_load_a_file_each() -> None:
-    def replica(processes: int) -> Replica:
-        return Replica([open_storage(f"s3://{s3.BUCKET}/jobs/sharded") for _ in range(processes)])
-
-    saving = replica(2)
-    for number in (1.0, 2.0, 3.0):
-        manifest = saving.save(number)
-    names = saving.stores[0].storage.names()
-    assert set(manifest.names) < set(names)
-    assert sorted(filter(None, map(manifest_number, names))) == [2, 3]
-    assert len([name for name in names if name.endswith(".safetensors")]) == 4
-    for processes in (2, 3):
-        for process, state in enumerate(replica(processes).load()):
-            require_part(state, 3.0, process, processes)
-
-
 @pytest.mark.parametrize("elements", [1000, LARGE])
 def test_a_store_that_refuses_the_checksums_of_clients_is_used_without(
-    proxy: s3.Proxy, store: CheckpointStore, elements: int, monkeypatch: pytest.MonkeyPatch
+    proxy: s3.FaultyProxy, store: CheckpointStore, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.refuses_checksums = True
     options = {**object_store._OPTIONS_OF_PERSON["s3"], "skip_instance_cache": True}
@@ -150,25 +130,13 @@ def test_a_store_that_refuses_the_checksums_of_clients_is_used_without(
 
 
 def test_a_store_that_refuses_checksums_refuses_those_that_clients_have_by_default(
-    proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
+    proxy: s3.FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.refuses_checksums = True
     monkeypatch.setitem(object_store._OPTIONS, "s3", {"skip_instance_cache": True})
     with pytest.raises(CheckpointError, match="NotImplemented"):
         save(CheckpointStore(open_storage(f"s3://{s3.BUCKET}/jobs/digits/")), 1)
     assert proxy.refusals > 0
-
-
-def test_a_damaged_object_is_noticed(store: CheckpointStore, tmp_path: Path) -> None:
-    save(store, 1, LARGE)
-    save(store, 2, LARGE)
-    (path,) = tmp_path.glob("objects/**/checkpoint-00000002-*.safetensors")
-    with path.open("r+b") as file:
-        file.seek(3_000_000)
-        byte = file.read(1)[0]
-        file.seek(3_000_000)
-        file.write(bytes([byte ^ 1]))
-    assert loaded_number(store) == 1
 
 
 def test_only_one_writer_creates_a_name(store: CheckpointStore) -> None:
@@ -227,7 +195,7 @@ def test_a_server_that_is_down_is_an_error_until_it_is_up_again(
 
 
 def test_a_server_that_does_not_answer_is_an_error_until_it_answers(
-    store: CheckpointStore, proxy: s3.Proxy
+    store: CheckpointStore, proxy: s3.FaultyProxy
 ) -> None:
     save(store, 1)
     proxy.fault = "silent"
@@ -257,7 +225,7 @@ def test_a_request_is_repeated_a_few_times_only(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_multipart_upload_that_is_cut_off_leaves_the_last_checkpoint(
-    store: CheckpointStore, proxy: s3.Proxy
+    store: CheckpointStore, proxy: s3.FaultyProxy
 ) -> None:
     save(store, 1)
     proxy.fault = "cut"
@@ -288,18 +256,8 @@ def test_an_upload_that_cannot_be_completed_leaves_no_parts(
     assert client.list_multipart_uploads(s3.BUCKET) == []
 
 
-def test_a_checkpoint_that_is_cancelled_leaves_no_object(store: CheckpointStore) -> None:
-    save(store, 1)
-    names = set(store.storage.names())
-    checkpointing = Checkpointing(store, 1.0, GROUP)
-    checkpointing.start(state_of(2, LARGE), INFO)
-    checkpointing.save(INFO, lambda: state_of(3), durable=True)
-    assert loaded_number(store) == 3
-    assert len(set(store.storage.names()) - names) == 2
-
-
 def test_wrong_credentials_are_an_error_that_names_them(
-    proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
+    proxy: s3.FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another secret")
     store = CheckpointStore(open_storage(f"s3://{s3.BUCKET}/jobs"))
@@ -307,7 +265,7 @@ def test_wrong_credentials_are_an_error_that_names_them(
         store.load()
 
 
-def test_a_bucket_that_does_not_exist_is_an_error(proxy: s3.Proxy) -> None:
+def test_a_bucket_that_does_not_exist_is_an_error(proxy: s3.FaultyProxy) -> None:
     store = CheckpointStore(open_storage("s3://no-such-bucket/jobs"))
     with pytest.raises(CheckpointError, match="bucket"):
         save(store, 1)
@@ -332,9 +290,7 @@ class Training:
         trainer.program_reentry(model, optimizer)
         for epoch in count():
             for _, x, y in trainer.dataloader(samples()):
-                optimizer.zero_grad()
-                learn(model, x, y)
-                optimizer.step()
+                make_step(model, optimizer, x, y)
                 yield
             trainer.step(epoch)
 
@@ -356,7 +312,7 @@ class Training:
 
 @pytest.fixture
 def begin_training(
-    proxy: s3.Proxy, make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    proxy: s3.FaultyProxy, make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[nn.Module], Training]:
     """Begins to train a model, and returns after the first checkpoint."""
 
@@ -373,7 +329,7 @@ def begin_training(
     ("status", "code"), [(403, "AccessDenied"), (503, "SlowDown"), (500, "InternalError")]
 )
 def test_a_trainer_continues_while_writes_are_refused_and_saves_again_later(
-    begin_training: Callable[[nn.Module], Training], proxy: s3.Proxy, status: int, code: str
+    begin_training: Callable[[nn.Module], Training], proxy: s3.FaultyProxy, status: int, code: str
 ) -> None:
     training = begin_training(network())
     proxy.fault = s3.Refusal(status, code)
@@ -389,32 +345,6 @@ def test_a_trainer_continues_while_writes_are_refused_and_saves_again_later(
     proxy.fault = None
     training.until(lambda: "checkpoints are saved again, the last one at step " in training.output)
     assert training.newest() > last
-
-
-def test_a_trainer_continues_while_a_slow_server_takes_its_checkpoints(
-    begin_training: Callable[[nn.Module], Training], proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(schedule, "MIN_DELAY", 0.0)
-    monkeypatch.setitem(object_store._OPTIONS["s3"]["config_kwargs"], "read_timeout", 60)
-    # Its state is uploaded in two parts.
-    training = begin_training(
-        nn.Sequential(nn.Linear(6, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.Linear(1000, 2))
-    )
-    permits = proxy.permits = threading.Semaphore(0)
-    first = training.newest()
-    steps = 0
-    # The server was slow for all of the second.
-    while training.newest() < first + 2:
-        training.step()
-        steps += 1
-        if steps % 5 == 0:
-            permits.release()
-    proxy.permits = None
-    permits.release(1000)
-    assert steps >= 20
-    assert "is still being written to s3://checkpoints/jobs after " in training.output
-    assert "longer than the interval of 0 s: training continues" in training.output
-    assert "cannot be saved" not in training.output
 
 
 # -- kills ------------------------------------------------------------------------------------------------

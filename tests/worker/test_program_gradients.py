@@ -20,8 +20,10 @@ from support.training import (
     FIXED,
     MakeTrainer,
     adamw,
+    entered,
     equal,
     learn,
+    make_step,
     network,
     parameters_of,
     samples,
@@ -85,9 +87,7 @@ def test_a_change_of_accumulated_gradients_acts_on_their_mean(
 
 
 def test_the_gradient_is_there_when_the_step_is_complete(make_trainer: MakeTrainer) -> None:
-    trainer, model = make_trainer(**ACCUMULATING), network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **ACCUMULATING)
     twin = copy.deepcopy(model)
     _, features, targets = samples().tensors
     seen = []
@@ -112,9 +112,7 @@ def test_an_averaged_model_is_updated_once_per_step(make_trainer: MakeTrainer) -
     optimizer, averaged = sgd(model), AveragedModel(model)
     trainer.program_reentry(model, optimizer, register={"averaged": averaged})
     for _, x, y in trainer.dataloader(samples()):
-        optimizer.zero_grad()
-        learn(model, x, y)
-        optimizer.step()
+        make_step(model, optimizer, x, y)
         if trainer.made_step:
             averaged.update_parameters(model)
     assert int(averaged.n_averaged) == trainer.steps == 4
@@ -206,25 +204,6 @@ def test_the_gain_does_not_depend_on_clipping_and_is_that_of_a_plain_loop(make_t
 # -- hooks ------------------------------------------------------------------------------------------------
 
 
-def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch(make_trainer: MakeTrainer) -> None:
-    trainer, model = make_trainer(**ACCUMULATING), network()
-    optimizer = sgd(model)
-    seen: list[torch.Tensor] = []
-    first = next(model.parameters())
-    first.register_hook(lambda gradient: seen.append(gradient.clone()))
-    trainer.program_reentry(model, optimizer)
-    batches = iter(trainer.dataloader(samples()))
-    for _ in range(3):
-        _, x, y = next(batches)
-        optimizer.zero_grad()
-        learn(model, x, y)
-        if trainer.completes_step:
-            assert first.grad is not None
-            torch.testing.assert_close(torch.stack(seen).mean(0), first.grad)
-        optimizer.step()
-    assert len(seen) == 3
-
-
 def test_hooks_on_accumulated_gradients_see_the_gradient_of_each_micro_batch(
     make_trainer: MakeTrainer,
 ) -> None:
@@ -242,33 +221,9 @@ def test_hooks_on_accumulated_gradients_see_the_gradient_of_each_micro_batch(
     first.register_post_accumulate_grad_hook(record)
     trainer.program_reentry(model, optimizer)
     for _, x, y in trainer.dataloader(samples(24)):
-        optimizer.zero_grad()
-        learn(model, x, y)
-        optimizer.step()
+        make_step(model, optimizer, x, y)
     assert trainer.steps == 2
     assert equal(accumulated, each)
-
-
-@pytest.mark.parametrize("left_out", range(3))
-def test_a_step_is_left_out_at_any_of_its_micro_batches(make_trainer: MakeTrainer, left_out: int) -> None:
-    trainer, model = make_trainer(**ACCUMULATING), network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
-    before = parameters_of(model)
-    steps = []
-    for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
-        optimizer.zero_grad()
-        factor = float("nan") if number == left_out else 1.0
-        loss = nn.functional.cross_entropy(model(x), y) * factor
-        loss.backward()
-        if torch.isfinite(loss):
-            optimizer.step()
-        steps.append(trainer.steps)
-        if trainer.steps == 2:
-            break
-    assert steps == [0] * (left_out + 3) + [1] * 3 + [2]
-    assert not equal(before, parameters_of(model))
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
 # -- GradScaler -------------------------------------------------------------------------------------------
@@ -315,9 +270,10 @@ def test_a_grad_scaler_with_accumulation_trains_as_the_whole_batch(make_trainer:
     assert scales[:12] == [1024.0] * 5 + [2048.0] * 6 + [4096.0]
 
 
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("change", [None, clip])
+@pytest.mark.parametrize(
+    ("make", "fused", "change"),
+    [(sgd, False, clip), (sgd, True, None), (adamw, False, None), (adamw, True, clip)],
+)
 def test_a_step_with_infinite_gradients_is_skipped(
     make_trainer: MakeTrainer, make: Any, *, fused: bool, change: Change | None
 ) -> None:
@@ -381,9 +337,7 @@ def test_training_fails_if_all_steps_are_skipped(make_trainer: MakeTrainer) -> N
 
 
 def test_a_grad_scaler_that_is_not_registered_is_refused(make_trainer: MakeTrainer) -> None:
-    trainer, model = make_trainer(**FIXED), network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **FIXED)
     with pytest.raises(WorkerError, match=r'call program_reentry\(..., register={"scaler": scaler}\)'):
         train_scaled(trainer, model, optimizer, make_scaler())
 
@@ -419,43 +373,6 @@ def test_a_fused_adam_whose_first_step_is_skipped_has_no_second_moment_yet() -> 
     assert optimizer.gain() >= 1.0
 
 
-def twin_that_skips(model: nn.Module, number: int) -> nn.Module:
-    """Train a copy with whole batches for an epoch of four steps; the batch `number` makes none."""
-    twin = copy.deepcopy(model)
-    optimizer = sgd(twin)
-    _, features, targets = samples().tensors
-    sequence = SampleSequence(48, seed=0)
-    for start in range(0, 60, 12):
-        order = torch.tensor(sequence[start : start + 12])
-        optimizer.zero_grad()
-        learn(twin, features[order], targets[order])
-        if start // 12 != number:
-            optimizer.step()
-    return twin
-
-
-@pytest.mark.parametrize("bad", [3, 5], ids=["first micro-batch", "last micro-batch"])
-@pytest.mark.parametrize("zeroes", [False, True])
-def test_a_program_that_skips_a_step_with_bad_gradients_trains_on(
-    make_trainer: MakeTrainer, *, bad: int, zeroes: bool
-) -> None:
-    trainer, model = make_trainer(**ACCUMULATING), network()
-    twin = twin_that_skips(model, 1)
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
-    for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
-        optimizer.zero_grad()
-        learn(model, x * float("nan") if number == bad else x, y)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        if not torch.isfinite(norm):
-            if zeroes:
-                optimizer.zero_grad()
-            continue
-        optimizer.step()
-    assert trainer.steps == 4
-    require_close(model, twin)
-
-
 def test_gradients_deleted_between_two_passes_for_a_micro_batch_do_not_count(
     make_trainer: MakeTrainer,
 ) -> None:
@@ -465,9 +382,7 @@ def test_gradients_deleted_between_two_passes_for_a_micro_batch_do_not_count(
     trainer.program_reentry(model, optimizer)
     for _, x, y in trainer.dataloader(samples()):
         learn(model, 2.0 * x, y)
-        optimizer.zero_grad()
-        learn(model, x, y)
-        optimizer.step()
+        make_step(model, optimizer, x, y)
         optimizer.zero_grad()
     require_close(model, twin)
 
@@ -490,36 +405,28 @@ def test_assigned_gradients_of_all_micro_batches_count(make_trainer: MakeTrainer
     require_close(model, twin)
 
 
-def test_the_gain_is_measured_however_much_is_clipped(make_trainer: MakeTrainer) -> None:
-    estimates = []
-    for limit in (1e-9, 1e9):
-        trainer, model = make_trainer(**ACCUMULATING), network()
-        optimizer = sgd(model, lr=0.0)
-        trainer.program_reentry(model, optimizer)
-        for _, x, y in trainer.dataloader(samples()):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            nn.utils.clip_grad_norm_(model.parameters(), limit)
-            optimizer.step()
-        estimates.append(trainer.adascale.estimate)
-    assert estimates[0] is not None
-    assert estimates[0] == estimates[1]
-
-
 def test_only_the_parameters_of_the_optimizer_have_to_be_zeroed(make_trainer: MakeTrainer) -> None:
     trainer, model = make_trainer(**FIXED), network()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with pytest.warns(RuntimeWarning, match="is not in the optimizer"):
         trainer.program_reentry(model, optimizer)
     for _, x, y in trainer.dataloader(samples()):
-        optimizer.zero_grad()
-        learn(model, x, y)
-        optimizer.step()
+        make_step(model, optimizer, x, y)
     assert trainer.steps == 6
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
-@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1), (2,), (0, 4), (0, 1, 2, 3)])
+@pytest.mark.parametrize(
+    ("weighted", "bad"),
+    [
+        (False, (0,)),
+        (True, (1,)),
+        (False, (0, 1)),
+        (True, (2,)),
+        (False, (2,)),
+        (True, (0, 4)),
+        (False, (0, 1, 2, 3)),
+    ],
+)
 def test_a_step_is_the_mean_over_the_micro_batches_that_are_not_left_out(
     make_trainer: MakeTrainer, bad: tuple[int, ...], weighted: bool
 ) -> None:

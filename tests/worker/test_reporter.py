@@ -27,7 +27,7 @@ from adascale_worker.reporting.trackers import RunIdentity
 from api.client import TOKEN
 from support.launch import wait_until
 from support.service import Service
-from support.training import FIXED, MakeTrainer, network, samples, sgd, train
+from support.training import FIXED, MakeTrainer, entered, samples, train
 
 
 class ServiceJob:
@@ -236,10 +236,7 @@ def test_a_trainer_without_an_agent_reports_every_step(
     monkeypatch.setenv("ADASCALE_JOB_ID", service_job.job)
     monkeypatch.setenv("ADASCALE_TOKEN", TOKEN)
     monkeypatch.setattr("adascale_worker.reporting.reports.REPORT_INTERVAL", 0.0)
-    trainer = make_trainer(**FIXED)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **FIXED)
     assert len(train(trainer, model, optimizer, data=samples())) == 6
     wait_until(lambda: service_job.steps() == [1, 2, 3, 4, 5, 6], "the reports of all steps")
 

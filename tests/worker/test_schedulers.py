@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale.errors import WorkerError
-from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
+from support.training import ACCUMULATING, FIXED, MakeTrainer, make_step, network, samples, sgd
 
 STEPS = 22
 GAIN = 1.75
@@ -59,9 +59,7 @@ def train(
     lrs = []
     for epoch in range(first, end):
         for _, x, y in trainer.dataloader(samples()):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             scheduler.step()
             lrs.append((int(trainer.progress), float(optimizer.param_groups[0]["lr"])))
         trainer.step(epoch)
@@ -144,9 +142,7 @@ def test_a_position_that_the_program_passes_has_to_come_from_progress(
     scheduler: Any = SCHEDULERS[name](optimizer)
     trainer.program_reentry(model, optimizer, scheduler)
     for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
-        optimizer.zero_grad()
-        learn(model, x, y)
-        optimizer.step()
+        make_step(model, optimizer, x, y)
         if number == 0:
             with pytest.raises(WorkerError, match=r"step\(0\.5\).*scheduler\.step\(trainer\.progress \* "):
                 scheduler.step(0.5)
@@ -180,9 +176,7 @@ def test_a_scheduler_steps_per_epoch_after_a_loop_that_was_left(
     for epoch in range(3):
         for number, (index, x, y) in enumerate(loader):
             indices += index.tolist()
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             if number == 1:
                 break
         scheduler.step()

@@ -26,6 +26,7 @@ from support.training import (
     entered,
     equal,
     learn,
+    make_step,
     network,
     parameters_of,
     samples,
@@ -44,14 +45,6 @@ def division(bounds: BatchBounds = ELASTIC, **options: Any) -> StepDivision:
 
 
 # -- which steps ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("number", "interval"),
-    [(0, 1), (15, 1), (16, 2), (31, 2), (32, 4), (511, 32), (512, 64), (1024, 128), (10**9, 128)],
-)
-def test_the_interval_doubles_with_the_number_of_steps(number: int, interval: int) -> None:
-    assert interval_at(number) == interval
 
 
 @given(st.integers(0, 10**7))
@@ -106,11 +99,6 @@ def test_steps_that_cannot_be_divided_stay_whole(
     made = division(bounds, **options)
     assert not made.is_possible(plan)
     assert all(made.step_at(position, plan) == StepPlan(plan) for position in range(0, 800, 8))
-
-
-def test_the_gain_of_a_fixed_batch_is_not_measured() -> None:
-    for bounds in (BatchBounds(8), BatchBounds(8, 8, (1, 8))):
-        assert not division(bounds).compares_steps(ONE)
 
 
 def test_steps_are_observed_before_the_first_one_is_divided() -> None:
@@ -247,9 +235,7 @@ def test_no_gradient_is_copied(make_trainer: MakeTrainer) -> None:
     seen = set()
     for epoch in range(8):
         for _, x, y in trainer.dataloader(samples()):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             seen.add(trainer.accumulation)
             statistics = trainer.adascale.state_dict()["adascale"]["statistics"]
             assert statistics["previous_gradient"] is None
@@ -369,9 +355,7 @@ def test_worker_processes_load_the_parts_of_steps(make_trainer: MakeTrainer, opt
         options = {**options, "multiprocessing_context": "fork"}
     for epoch in range(6):
         for index, x, y in trainer.dataloader(data, **options):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             sizes.append(len(index))
             seen += index.tolist()
         trainer.step(epoch)

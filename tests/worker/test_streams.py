@@ -20,7 +20,7 @@ from support.training import (
     FIXED,
     MakeTrainer,
     concatenate,
-    learn,
+    make_step,
     network,
     parameters_of,
     samples,
@@ -60,9 +60,7 @@ def test_a_stream_trains_as_a_data_set_with_items_in_the_same_order(make_trainer
         batches = []
         for _ in trainer.epochs(3):
             for index, x, y in trainer.dataloader(data, shuffle=False):
-                optimizer.zero_grad()
-                learn(model, x, y)
-                optimizer.step()
+                make_step(model, optimizer, x, y)
                 batches.append((trainer.progress, index.tolist()))
         results.append((batches, [each.tolist() for each in parameters_of(model)], trainer.samples))
         assert trainer.finished
@@ -78,9 +76,7 @@ def test_an_endless_stream_ends_after_the_requested_steps(make_trainer: MakeTrai
     for epoch in trainer.epochs():
         epochs.append(epoch)
         for index, x, y in trainer.dataloader(Numbers(None), map=lambda number: samples()[number % 48]):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             seen += index.tolist()
     assert epochs == [0]
     assert 25 <= trainer.progress < 25 + 1
@@ -104,9 +100,7 @@ def test_the_plan_is_chosen_again_inside_an_epoch_of_a_stream(
     monkeypatch.setattr(planner, "_choose", count_choices)
     for _ in trainer.epochs():
         for _, x, y in trainer.dataloader(Numbers(None), map=lambda number: samples()[number % 48]):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
     assert len(choices) > 1
     assert trainer.samples == 8 * 25
 
@@ -126,9 +120,7 @@ def test_a_stream_continues_from_a_checkpoint_bit_for_bit(
         seen: list[int] = []
         for _ in trainer.epochs(3):
             for index, x, y in trainer.dataloader(data, map=samples(44).__getitem__, **options):
-                optimizer.zero_grad()
-                learn(model, x, y)
-                optimizer.step()
+                make_step(model, optimizer, x, y)
                 seen += index.tolist()
                 if trainer.steps == last:
                     return seen, parameters_of(model)
@@ -161,9 +153,7 @@ def test_a_function_that_returns_shards_is_a_stream(make_trainer: MakeTrainer) -
             lambda shard: range(shard, 48, 5), shards=5, map=data.__getitem__, shuffle_buffer=4
         )
         for index, x, y in batches:
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             seen += index.tolist()
     assert sorted(seen[:48]) == sorted(seen[48:]) == list(range(48))
     assert seen[:48] != seen[48:]

@@ -24,6 +24,7 @@ from support.training import (
     entered,
     equal,
     learn,
+    make_step,
     network,
     parameters_of,
     samples,
@@ -53,9 +54,7 @@ def test_training_at_scale_one_equals_a_plain_loop_bit_for_bit(
     for start in range(0, 3 * 48, 8):
         seed_generators(5, start, 0)
         order = torch.tensor(sequence[start : start + 8])
-        twin_optimizer.zero_grad()
-        learn(twin, features[order], targets[order])
-        twin_optimizer.step()
+        make_step(twin, twin_optimizer, features[order], targets[order])
         twin_scheduler.step()
     assert equal(parameters_of(model), parameters_of(twin))
     assert scheduler.get_last_lr() == twin_scheduler.get_last_lr()
@@ -74,9 +73,7 @@ def test_accumulated_micro_batches_equal_a_step_with_the_large_batch(make_traine
     _, features, targets = samples().tensors
     for first in range(0, len(batches), 3):
         order = torch.tensor(concatenate(batches[first : first + 3]))
-        twin_optimizer.zero_grad()
-        learn(twin, features[order], targets[order])
-        twin_optimizer.step()
+        make_step(twin, twin_optimizer, features[order], targets[order])
     for ours, theirs in zip(parameters_of(model), parameters_of(twin), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert trainer.progress == 8
@@ -145,9 +142,7 @@ def test_unshuffled_epochs_are_in_the_order_of_the_data_set(make_trainer: MakeTr
     trainer, model, optimizer = entered(make_trainer, **FIXED)
     batches = []
     for index, x, y in trainer.dataloader(samples(), shuffle=False):
-        optimizer.zero_grad()
-        learn(model, x, y)
-        optimizer.step()
+        make_step(model, optimizer, x, y)
         batches += index.tolist()
     assert batches == list(range(48))
 
@@ -174,9 +169,7 @@ def test_a_loop_after_a_break_continues_with_the_next_samples(make_trainer: Make
     batches: list[int] = []
     for _ in range(3):
         for index, x, y in trainer.dataloader(samples()):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             batches += index.tolist()
             if len(batches) % 16 == 0:
                 break
@@ -190,9 +183,7 @@ def test_a_loop_after_a_break_within_a_step_repeats_that_step(make_trainer: Make
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
     for index, x, y in trainer.dataloader(samples()):
-        optimizer.zero_grad()
-        learn(model, x, y)
-        optimizer.step()
+        make_step(model, optimizer, x, y)
         first = index.tolist()
         break
     batches = train(trainer, model, optimizer)
@@ -212,9 +203,7 @@ def test_an_error_within_a_step_does_not_change_the_position(make_trainer: MakeT
         for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
             if number == 4:
                 raise ArithmeticError
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
 
     with pytest.raises(ArithmeticError):
         fail_in_the_middle_of_a_step()
@@ -232,9 +221,7 @@ def test_a_batch_without_an_optimizer_step_is_not_delivered_again(make_trainer: 
             if number == 1:
                 skipped += index.tolist()
                 continue
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             taken += index.tolist()
             if number == 2:
                 break
@@ -265,9 +252,7 @@ def test_a_scheduler_stepped_inside_the_loop_follows_progress(
     monkeypatch.setattr(trainer.adascale, "gain", lambda: 1.75)
     lrs = []
     for _, x, y in trainer.dataloader(samples()):
-        optimizer.zero_grad()
-        learn(model, x, y)
-        optimizer.step()
+        make_step(model, optimizer, x, y)
         scheduler.step()
         lrs.append((int(trainer.progress), optimizer.param_groups[0]["lr"]))
     assert [whole for whole, _ in lrs] == [1, 3, 5, 7], "6 scale-invariant steps in 4 steps"
@@ -282,9 +267,7 @@ def test_a_scheduler_stepped_after_the_loop_advances_once_per_epoch(make_trainer
     trainer.program_reentry(model, optimizer, scheduler)
     for epoch in range(3):
         for _, x, y in trainer.dataloader(samples()):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
         scheduler.step()
         trainer.step(epoch)
         assert scheduler.last_epoch == epoch + 1

@@ -25,6 +25,7 @@ from support.training import (
     entered,
     equal,
     learn,
+    make_step,
     network,
     parameters_of,
     samples,
@@ -80,9 +81,7 @@ def test_dataloader_passes_its_options_to_torch(make_trainer: MakeTrainer, worke
     batches: list[int] = []
     for index, x, y in trainer.dataloader(data, num_workers=workers, collate_fn=Doubled(), pin_memory=False):
         assert torch.equal(x, 2 * data.tensors[1][index])
-        optimizer.zero_grad()
-        learn(model, x, y)
-        optimizer.step()
+        make_step(model, optimizer, x, y)
         batches += index
     assert sorted(batches) == list(range(48))
 
@@ -200,31 +199,6 @@ def test_a_list_of_models_is_an_error_that_shows_the_dicts(make_trainer: MakeTra
     optimizers: Any = [sgd(each) for each in models]
     with pytest.raises(WorkerError, match=r"of type list: .*program_reentry\(\{name: model, \.\.\.\}"):
         make_trainer(**FIXED).program_reentry(models, optimizers)
-
-
-def test_gradients_of_autograd_grad_may_be_assigned(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**FIXED)
-    model, plain = network(), network()
-    optimizer, same = sgd(model), sgd(plain)
-    trainer.program_reentry(model, optimizer)
-    batches: list[tuple[Tensor, Tensor]] = []
-
-    def assign(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-        parameters = list(model.parameters())
-        loss = nn.functional.cross_entropy(model(x), y)
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
-
-    for _, x, y in trainer.dataloader(samples(48)):
-        assign(model, x, y)
-        optimizer.step()
-        batches.append((x, y))
-    trainer.step(0)
-    for x, y in batches:
-        assign(plain, x, y)
-        same.step()
-    assert trainer.steps == 6
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])

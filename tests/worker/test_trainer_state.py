@@ -31,6 +31,7 @@ from support.training import (
     entered,
     equal,
     learn,
+    make_step,
     network,
     parameters_of,
     samples,
@@ -116,9 +117,7 @@ def test_a_periodic_checkpoint_is_hardly_larger_than_the_model_and_its_optimizer
     for epoch in range(2):
         for _, x, y in trainer.dataloader(samples()):
             sizes |= {path.stat().st_size for path in tmp_path.glob("*.safetensors")}
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
         trainer.step(epoch)
     states = [value for values in optimizer.state.values() for value in values.values()]
     state = sum(tensor.nbytes for tensor in [*model.parameters(), *states] if torch.is_tensor(tensor))

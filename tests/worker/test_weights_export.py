@@ -17,7 +17,7 @@ from adascale_controller.local.state_dir import StateDir
 from adascale_worker.errors import CheckpointError, WorkerError
 from adascale_worker.state.weights import export, main
 from e2e.local_run import adascale
-from support.training import FIXED, MakeTrainer, learn, network, samples, sgd, train
+from support.training import FIXED, MakeTrainer, make_step, network, samples, sgd, train
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -77,9 +77,7 @@ def test_a_later_process_replaces_the_best_weights_only_by_better_ones(
         trainer, optimizer = begin(make_trainer, tmp_path, model, checkpoint_interval=1000)
         trainer.keep_best("score")
         for _, x, y in trainer.dataloader(samples()):
-            optimizer.zero_grad()
-            learn(model, x, y)
-            optimizer.step()
+            make_step(model, optimizer, x, y)
             break
         trainer.log(score=value)
         trainer.close()
