@@ -22,7 +22,7 @@ from pathlib import Path
 from metrics_service import RunningService, metrics_service
 from reports_per_second import connect, is_complete, load
 
-from adascale_controller.operator.runtime.certificate_keeper import create_authority, issue_server_certificate
+from adascale_controller.operator.runtime.certificate_keeper import make_authority, issue_server_certificate
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def certificate(folder: Path, *, has_tls: bool) -> Iterator[tuple[Path | None, l
         yield None, []
         return
     now = datetime.now(UTC)
-    authority = create_authority(now)
+    authority = make_authority(now)
     pair = issue_server_certificate(authority, ["127.0.0.1"], now)
     contents = {"ca.crt": authority.certificate, "tls.crt": pair.certificate, "tls.key": pair.key}
     for name, content in contents.items():

@@ -28,7 +28,7 @@ from adascale_api.http.connection_limits import Connection, ConnectionLimits
 from adascale_api.http.connections import limited_protocol
 from adascale_api.http.tls import server_certificate
 from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
-from adascale_controller.operator.runtime.certificate_keeper import KeyPair, create_authority, renew_authority
+from adascale_controller.operator.runtime.certificate_keeper import KeyPair, make_authority
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import ENV_CA_FILE
@@ -41,7 +41,7 @@ NOW = datetime.now(UTC)
 
 @pytest.fixture(scope="module")
 def authority() -> KeyPair:
-    return create_authority(NOW - timedelta(days=1))
+    return make_authority(NOW - timedelta(days=1))
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,8 @@ def test_a_certificate_for_another_host_is_refused(
 def test_an_expired_certificate_is_refused_until_it_is_renewed(
     service: ServiceProcess, files: TlsFiles, authority: KeyPair
 ) -> None:
-    expired = create_authority(NOW - timedelta(days=400))
-    files.trust(renew_authority(expired, NOW))
+    expired = make_authority(NOW - timedelta(days=400))
+    files.trust(make_authority(NOW, expired))
     files.issue(expired, now=NOW - timedelta(days=100))
     with pytest.raises(ServiceUnreachableError, match="certificate has expired"):
         client(service, files.ca).list_jobs()
@@ -184,14 +184,14 @@ def test_renewals_lose_no_report(service: ServiceProcess, files: TlsFiles, autho
         posted_more()
         files.issue(authority)
         posted_more()
-        renewed = renew_authority(authority, NOW)
+        renewed = make_authority(NOW, authority)
         files.issue(renewed)  # the service has it first, and agents the earlier authority
         posted_more()
         files.trust(renewed)
         files.issue(authority)  # and the other way round
         posted_more()
         assert failures == []
-        replaced = create_authority(NOW)
+        replaced = make_authority(NOW)
         files.issue(replaced)
         wait_until(lambda: failures, "an authority that is not known yet")
         files.trust(replaced)

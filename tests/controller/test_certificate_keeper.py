@@ -18,8 +18,8 @@ from adascale_controller.operator.runtime.certificate_keeper import (
     RETRY_INTERVAL,
     SERVER_LIFETIME,
     CertificateKeeper,
-    create_authority,
     is_issued_for,
+    make_authority,
     server_hosts,
 )
 from adascale_core import names
@@ -190,7 +190,7 @@ def test_an_external_secret_is_read_only_and_followed(made: Fixture) -> None:
     made.put_external(tls_crt=b"theirs", tls_key=b"theirs")
     with pytest.raises(ApiServerError, match=r"has no ca\.crt: choose an issuer"):
         made.refresh()
-    first, second = (create_authority(datetime.fromtimestamp(made.now, UTC)).certificate for _ in range(2))
+    first, second = (make_authority(datetime.fromtimestamp(made.now, UTC)).certificate for _ in range(2))
     for authority in (first, second, first + second):
         made.put_external(tls_crt=b"theirs", tls_key=b"theirs", ca_crt=authority)
         made.refresh()
@@ -203,7 +203,7 @@ def test_an_external_secret_is_read_only_and_followed(made: Fixture) -> None:
 def test_an_external_authority_that_is_no_certificate_replaces_none(made: Fixture, form: str) -> None:
     made.keeper.close()
     made.keeper = made.start(is_external=True)
-    authority = create_authority(datetime.fromtimestamp(made.now, UTC)).certificate
+    authority = make_authority(datetime.fromtimestamp(made.now, UTC)).certificate
     made.put_external(ca_crt=authority)
     made.refresh()
     damaged = {"DER": ssl.PEM_cert_to_DER_cert(authority.decode()), "text": b"nonsense"}

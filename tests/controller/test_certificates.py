@@ -13,11 +13,10 @@ from adascale_controller.operator.runtime.certificate_keeper import (
     SERVER_LIFETIME,
     CertificateError,
     KeyPair,
-    create_authority,
     is_issued_for,
     issue_server_certificate,
+    make_authority,
     needs_renewal,
-    renew_authority,
 )
 
 NOW = datetime.now(UTC)
@@ -47,7 +46,7 @@ def handshake(server: KeyPair, authority: KeyPair, host: str, folder: Path) -> N
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_certificate_is_valid_for_its_hosts(tmp_path: Path, host: str) -> None:
-    authority = create_authority(NOW)
+    authority = make_authority(NOW)
     handshake(issue_server_certificate(authority, HOSTS, NOW), authority, host, tmp_path)
 
 
@@ -62,22 +61,22 @@ def test_a_certificate_is_valid_for_its_hosts(tmp_path: Path, host: str) -> None
 def test_a_certificate_for_another_host_or_time_is_not_valid(
     tmp_path: Path, hosts: tuple[str, ...], issued: datetime, reason: str
 ) -> None:
-    authority = create_authority(NOW - SERVER_LIFETIME)
+    authority = make_authority(NOW - SERVER_LIFETIME)
     with pytest.raises(ssl.SSLCertVerificationError, match=reason):
         handshake(issue_server_certificate(authority, hosts, issued), authority, HOSTS[0], tmp_path)
 
 
 def test_a_certificate_of_another_authority_is_not_valid(tmp_path: Path) -> None:
-    server = issue_server_certificate(create_authority(NOW), HOSTS, NOW)
+    server = issue_server_certificate(make_authority(NOW), HOSTS, NOW)
     with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
-        handshake(server, create_authority(NOW), HOSTS[0], tmp_path)
+        handshake(server, make_authority(NOW), HOSTS[0], tmp_path)
 
 
 def test_certificates_from_before_and_after_the_renewal_of_an_authority_are_valid_with_both(
     tmp_path: Path,
 ) -> None:
-    earlier = create_authority(NOW - AUTHORITY_LIFETIME * 2 / 3)
-    renewed = renew_authority(earlier, NOW)
+    earlier = make_authority(NOW - AUTHORITY_LIFETIME * 2 / 3)
+    renewed = make_authority(NOW, earlier)
     assert renewed.certificate != earlier.certificate
     for issuer in (earlier, renewed):
         server = issue_server_certificate(issuer, HOSTS, NOW)
@@ -91,28 +90,28 @@ def test_certificates_from_before_and_after_the_renewal_of_an_authority_are_vali
     [(timedelta(0), False), (timedelta(days=59), False), (timedelta(days=60), True), (SERVER_LIFETIME, True)],
 )
 def test_a_certificate_needs_renewal_after_two_thirds_of_its_lifetime(age: timedelta, expected: bool) -> None:
-    server = issue_server_certificate(create_authority(NOW), HOSTS, NOW)
+    server = issue_server_certificate(make_authority(NOW), HOSTS, NOW)
     assert needs_renewal(server.certificate, NOW + age) is expected
 
 
 def test_a_certificate_outlives_no_authority() -> None:
-    authority = create_authority(NOW)
+    authority = make_authority(NOW)
     late = NOW + AUTHORITY_LIFETIME - timedelta(days=3)
     server = issue_server_certificate(authority, HOSTS, late)
     assert needs_renewal(server.certificate, late + timedelta(days=2, hours=1))
 
 
 def test_a_certificate_of_another_authority_or_for_other_hosts_is_recognized() -> None:
-    authority = create_authority(NOW)
+    authority = make_authority(NOW)
     server = issue_server_certificate(authority, HOSTS, NOW)
     assert is_issued_for(server.certificate, authority.certificate, HOSTS)
     assert not is_issued_for(server.certificate, authority.certificate, HOSTS[:1])
-    assert not is_issued_for(server.certificate, create_authority(NOW).certificate, HOSTS)
+    assert not is_issued_for(server.certificate, make_authority(NOW).certificate, HOSTS)
 
 
 @pytest.mark.parametrize("broken", ["certificate", "key"])
 def test_what_is_no_certificate_or_key_is_an_error(broken: str) -> None:
-    authority = create_authority(NOW)
+    authority = make_authority(NOW)
     pair = KeyPair(b"" if broken == "certificate" else authority.certificate, b"no key")
     with pytest.raises(CertificateError, match="in PEM"):
         issue_server_certificate(pair, HOSTS, NOW)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from adascale_controller.operator.runtime.certificate_keeper import (
     KeyPair,
-    create_authority,
     issue_server_certificate,
+    make_authority,
 )
 
 HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -54,7 +54,7 @@ def tls_files(folder: Path, authority: KeyPair | None = None) -> TlsFiles:
     """Return the files of a service, whose certificate is from `authority`, or from a new one."""
     folder.mkdir(parents=True, exist_ok=True)
     files = TlsFiles(folder)
-    authority = authority or create_authority(datetime.now(UTC))
+    authority = authority or make_authority(datetime.now(UTC))
     files.issue(authority)
     files.trust(authority)
     return files

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.operator.runtime.certificate_keeper import create_authority, renew_authority
+from adascale_controller.operator.runtime.certificate_keeper import make_authority
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_INVALID_PROGRAM, TerminationMessage
 from support.certificates import tls_files
 from support.fast_python import PYTHON
@@ -28,7 +28,7 @@ def test_agents_with_tls_and_of_before_train_together_while_certificates_are_ren
     tmp_path: Path,
 ) -> None:
     """The service of an upgrade: replica 0 was started with http://, replica 1 with https://."""
-    authority = create_authority(datetime.now(UTC) - timedelta(days=1))
+    authority = make_authority(datetime.now(UTC) - timedelta(days=1))
     files = tls_files(tmp_path / "tls", authority)
     job = Job(tmp_path, Service(tmp_path, tls=files))
     try:
@@ -37,7 +37,7 @@ def test_agents_with_tls_and_of_before_train_together_while_certificates_are_ren
         job.start(0, **LONG, **plain)
         (secure,) = job.start(1, **LONG)
         job.wait_for_training(1, replicas=2)
-        files.issue(renew_authority(authority, datetime.now(UTC)))
+        files.issue(make_authority(datetime.now(UTC), authority))
         job.service.stop()
         job.service.start()  # so that both connect again, as after an upgrade
         job.service.allocate(2, 1)

@@ -51,14 +51,18 @@ class KeyPair:
     key: bytes
 
 
-def create_authority(now: datetime) -> KeyPair:
-    """Return a new certificate authority, with a new key."""
-    return _authority(ec.generate_private_key(ec.SECP256R1()), now)
-
-
-def renew_authority(authority: KeyPair, now: datetime) -> KeyPair:
-    """Return an authority with the same key, valid from now."""
-    return _authority(_read_key(authority.key), now)
+def make_authority(now: datetime, known: KeyPair | None = None) -> KeyPair:
+    """Return a certificate authority, valid from now: with a new key, or with the key of a known one."""
+    key = ec.generate_private_key(ec.SECP256R1()) if known is None else _read_key(known.key)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "adascale-operator")])
+    certificate = (
+        _builder(name, name, key, now, now + AUTHORITY_LIFETIME)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return KeyPair(certificate.public_bytes(serialization.Encoding.PEM), _key_pem(key))
 
 
 def issue_server_certificate(authority: KeyPair, hosts: Sequence[str], now: datetime) -> KeyPair:
@@ -88,15 +92,6 @@ def needs_renewal(certificate: bytes, now: datetime) -> bool:
     return now >= begin + (end - begin) * RENEWED_AFTER
 
 
-def require_certificates(pem: bytes) -> None:
-    """Return if this is one certificate in PEM or several, and text that a ConfigMap can have."""
-    try:
-        pem.decode("ascii")
-        x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
-        raise CertificateError(f"it has no certificate in PEM ({error})") from error
-
-
 def is_issued_for(certificate: bytes, authority: bytes, hosts: Sequence[str]) -> bool:
     """Whether a certificate is from an authority, and for these hosts."""
     read = _read_certificate(certificate)
@@ -106,18 +101,6 @@ def is_issued_for(certificate: bytes, authority: bytes, hosts: Sequence[str]) ->
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
         return False
     return list(names) == [_general_name(host) for host in hosts]
-
-
-def _authority(key: ec.EllipticCurvePrivateKey, now: datetime) -> KeyPair:
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "adascale-operator")])
-    certificate = (
-        _builder(name, name, key, now, now + AUTHORITY_LIFETIME)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(_key_usage(signs_certificates=True), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    return KeyPair(certificate.public_bytes(serialization.Encoding.PEM), _key_pem(key))
 
 
 def _builder(
@@ -162,8 +145,10 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _read_certificate(pem: bytes) -> x509.Certificate:
+    """Return the first certificate in a text that a ConfigMap can have, with one in PEM or several."""
     try:
-        return x509.load_pem_x509_certificate(pem)
+        pem.decode("ascii")
+        return x509.load_pem_x509_certificates(pem)[0]
     except ValueError as error:
         raise CertificateError(f"it has no certificate in PEM ({error})") from error
 
@@ -304,7 +289,7 @@ class CertificateKeeper:
                 "an issuer that adds it, such as one of the type CA"
             )
         try:
-            require_certificates(authority)
+            _read_certificate(authority)
         except CertificateError as error:
             raise ApiServerError(
                 f"{names.AUTHORITY_FILE} of Secret {self._name} in namespace {self._namespace} can't be "
@@ -316,12 +301,12 @@ class CertificateKeeper:
         """Return the certificate of the authority, after making or renewing what needs it."""
         now = datetime.fromtimestamp(self._clock(), UTC)
         secret = await self._own(names.AUTHORITY)
-        authority = _pair(secret) if secret is not None else create_authority(now)
+        known = _pair(secret) if secret is not None else None
         try:
-            is_old = secret is not None and needs_renewal(authority.certificate, now)
-            if is_old:
-                authority = renew_authority(authority, now)
-            if secret is None or is_old:
+            if known is not None and not needs_renewal(known.certificate, now):
+                authority = known
+            else:
+                authority = make_authority(now, known)
                 await self._write(names.AUTHORITY, secret, authority, authority)
             secret = await self._own(self._name)
             if secret is None or not self._is_usable(secret, authority, now):
