@@ -22,7 +22,7 @@ from pathlib import Path
 from metrics_service import RunningService, metrics_service
 from reports_per_second import connect, is_complete, load
 
-from adascale_controller.operator.runtime.certificate_keeper import make_authority, issue_server_certificate
+from adascale_controller.operator.runtime.certificate_keeper import issue_server_certificate, make_authority
 
 
 @dataclass(frozen=True)

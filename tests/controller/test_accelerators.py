@@ -18,8 +18,7 @@ from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.actions import Actions, NewPod, Schedule
-from adascale_controller.operator.types.conditions import ConditionType
-from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType
 from adascale_core import names
 from adascale_core.decision.decide import Decision
 from adascale_core.decision.type_choice import Accelerator

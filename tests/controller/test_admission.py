@@ -14,11 +14,12 @@ from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import AdmissionReader
-from adascale_controller.operator.types.conditions import (
+from adascale_controller.operator.types.kubernetes import (
+    ApiObject,
     ConditionType,
+    Resource,
     merged,
 )
-from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import NOW, actions_for, condition, job, training_job
 from support.world import World

@@ -13,8 +13,7 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.actions import StatusChange
-from adascale_controller.operator.types.conditions import ConditionType, condition_of
-from adascale_controller.operator.types.kubernetes import timestamp
+from adascale_controller.operator.types.kubernetes import ConditionType, condition_of, timestamp
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import StepTime

@@ -10,7 +10,7 @@ from adascale_controller.job.failing_counts import MAX_GENERATIONS, MIN_STEPS, F
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.conditions import ConditionType
+from adascale_controller.operator.types.kubernetes import ConditionType
 from adascale_core.failures import EXIT_SINGLE_REPLICA, ProgramFailure
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import StepTime

@@ -28,8 +28,7 @@ from adascale_controller.operator.runtime.lookup_fetcher import (
     EventReader,
     LookupFetcher,
 )
-from adascale_controller.operator.types.conditions import ConditionType
-from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, timestamp
+from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, JobKey, timestamp
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
     NOW,

@@ -10,8 +10,7 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline
 from adascale_controller.operator.types.actions import Event, StatusChange
-from adascale_controller.operator.types.conditions import ConditionType
-from adascale_controller.operator.types.kubernetes import timestamp
+from adascale_controller.operator.types.kubernetes import ConditionType, timestamp
 from adascale_core import names
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState

@@ -26,7 +26,7 @@ from adascale_controller.operator.types.actions import (
     Stop,
     StoppedPod,
 )
-from adascale_controller.operator.types.conditions import ConditionType
+from adascale_controller.operator.types.kubernetes import ConditionType
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState

@@ -15,8 +15,7 @@ from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
 from adascale_controller.operator.schedule.quota import quota_limit
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.conditions import ConditionType
-from adascale_controller.operator.types.kubernetes import Resource
+from adascale_controller.operator.types.kubernetes import ConditionType, Resource
 from adascale_controller.operator.types.settings import (
     KUEUE_FINALIZER,
     KUEUE_GROUP,

@@ -12,8 +12,7 @@ from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observer import Observer
 from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL
-from adascale_controller.operator.types.conditions import ConditionType
-from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType
 from adascale_controller.operator.types.settings import OperatorSettings
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import actions_for, condition, job, observed, view

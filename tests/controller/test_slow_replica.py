@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import StatusChange
-from adascale_controller.operator.types.conditions import ConditionType, condition_of
+from adascale_controller.operator.types.kubernetes import ConditionType, condition_of
 from adascale_core.messages.allocation import SlowReplacement
 from support.observed_jobs import (
     actions_for,

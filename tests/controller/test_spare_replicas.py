@@ -15,8 +15,7 @@ from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.job_phase import JobPhase, assess, failures_of
 from adascale_controller.operator.schedule.nodes import free_nodes
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.conditions import ConditionType
-from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType
 from adascale_core.failures import EXIT_INVALID_PROGRAM, FailureCount
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import ReplicaState

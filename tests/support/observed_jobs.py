@@ -21,7 +21,7 @@ from adascale_controller.operator.types.actions import (
     Schedule,
     Stop,
 )
-from adascale_controller.operator.types.conditions import (
+from adascale_controller.operator.types.kubernetes import (
     ConditionType,
     JobCondition,
     condition_of,

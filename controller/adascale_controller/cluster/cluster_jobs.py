@@ -11,12 +11,12 @@ from adascale_controller.cluster.api import (
 )
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_overview import JobOverview, NoSuchJobError
-from adascale_controller.operator.types.conditions import (
+from adascale_controller.operator.types.kubernetes import (
     ConditionType,
     JobCondition,
     condition_of,
+    seconds,
 )
-from adascale_controller.operator.types.kubernetes import seconds
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import job_id

@@ -20,8 +20,7 @@ from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, is_program_failure, program_failures
-from adascale_controller.operator.types.conditions import ConditionType, condition_of
-from adascale_controller.operator.types.kubernetes import seconds
+from adascale_controller.operator.types.kubernetes import ConditionType, condition_of, seconds
 from adascale_controller.operator.types.settings import QUEUE_NAME
 from adascale_core import names
 from adascale_core.batch.plans import is_valid_replicas

@@ -10,7 +10,6 @@ from typing import Final
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
 from adascale_controller.operator.reconcile.job_phase import (
     Assessment,
     JobPhase,
@@ -21,7 +20,15 @@ from adascale_controller.operator.reconcile.job_phase import (
     replacement_spares,
     room_due,
 )
-from adascale_controller.operator.reconcile.status import ScheduledJob, is_urgent, own_fields, status_of
+from adascale_controller.operator.reconcile.status import (
+    ScheduledJob,
+    container_runs_on,
+    events_of,
+    has_new_bounds,
+    is_urgent,
+    own_fields,
+    status_of,
+)
 from adascale_controller.operator.types.actions import (
     Actions,
     NewPod,

@@ -50,8 +50,14 @@ from adascale_controller.operator.observe.observer import (
 )
 from adascale_controller.operator.schedule.quota import of_job, read_queues
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.conditions import ConditionType, condition_of, has_ended
-from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Manifest
+from adascale_controller.operator.types.kubernetes import (
+    ApiObject,
+    ConditionType,
+    JobKey,
+    Manifest,
+    condition_of,
+    has_ended,
+)
 
 Calls = Coroutine[Any, Any, None]
 """Calls of the API server that are about to be made."""

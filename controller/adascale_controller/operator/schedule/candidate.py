@@ -13,9 +13,8 @@ from adascale_controller.formatting import plural
 from adascale_controller.measurements import training_target
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.schedule.accelerator_types import TypedDemands
 from adascale_controller.operator.schedule.job_memory import JobMemory
-from adascale_controller.operator.schedule.nodes import free_nodes
+from adascale_controller.operator.schedule.nodes import TypedDemands, free_nodes
 from adascale_controller.operator.schedule.quota import describe_quota, quota_limit
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.decision.decide import Decision, DecisionProblem

@@ -18,8 +18,7 @@ from adascale_controller.measurements import JobMeasurements, TemplateMeasuremen
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import failed_pods, program_failures
-from adascale_controller.operator.schedule.accelerator_types import TypedDemands
-from adascale_controller.operator.schedule.nodes import pod_request
+from adascale_controller.operator.schedule.nodes import TypedDemands, pod_request
 from adascale_controller.operator.types.actions import CapacityRequest
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch.plans import valid_replicas

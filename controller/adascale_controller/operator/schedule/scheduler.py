@@ -14,7 +14,6 @@ from adascale_controller.formatting import plural
 from adascale_controller.measurements import TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.schedule.accelerator_types import AcceleratorTypes, TypedDemands
 from adascale_controller.operator.schedule.candidate import (
     Candidate,
     Resources,
@@ -33,7 +32,7 @@ from adascale_controller.operator.schedule.job_memory import (
     JobMemory,
     RequestKind,
 )
-from adascale_controller.operator.schedule.nodes import NodeSelection
+from adascale_controller.operator.schedule.nodes import AcceleratorTypes, NodeSelection, TypedDemands
 from adascale_controller.operator.types.actions import CapacityRequest, Schedule
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.decision.decide import Decision, DecisionProblem
