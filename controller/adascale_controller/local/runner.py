@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -145,51 +145,40 @@ def _inherited_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("ADASCALE_")}
 
 
+@dataclass(frozen=True)
 class _Run:
     """A run, from the start of the metrics service to its end."""
 
-    def __init__(
-        self,
-        job: JobDefinition,
-        options: RunOptions,
-        display: Display,
-        signals: StopSignals,
-        folder: StateDir,
-        checkpoints: Path | str,
-        lock: int,
-        listener: socket.socket,
-        run_starts: Sequence[float],
-    ) -> None:
-        self._job = job
-        self._options = options
-        self._display = display
-        self._signals = signals
-        self._folder = folder
-        self._checkpoints = checkpoints
-        self._lock = lock
-        self._listener = listener
-        self._run_starts = run_starts
-        self._started_at = time.monotonic()
+    job: JobDefinition
+    options: RunOptions
+    display: Display
+    signals: StopSignals
+    folder: StateDir
+    checkpoints: Path | str
+    lock: int  # the descriptor of the lock of the folder
+    listener: socket.socket  # at the address of the metrics service
+    run_starts: Sequence[float]  # of this run and of those before
+    started_at: float = field(default_factory=time.monotonic)
 
     def execute(
         self, command: LocalCommand, environ: Mapping[str, str], devices: Sequence[str], limit: ReplicaLimit
     ) -> RunResult:
         """Start the metrics service, train, and stop all processes."""
-        folder, job = self._folder, self._job
+        folder, job = self.folder, self.job
         options = ["--database", f"sqlite:///{quote(os.fsencode(folder.database.absolute()))}"]
         options += ["--logs", str(folder.logs.absolute())]
-        service = ServiceProcess(folder, options, environ, self._listener, [self._lock])
+        service = ServiceProcess(folder, options, environ, self.listener, [self.lock])
         try:
-            if not service.start(lambda: self._signals.stop_requested):
-                self._display.message("Stopped before training started")
-                return RunResult("", self._signals.exit_code)
+            if not service.start(lambda: self.signals.stop_requested):
+                self.display.message("Stopped before training started")
+                return RunResult("", self.signals.exit_code)
             running = RunningService(service.url, os.getpid(), job.id, read_token=service.read_token)
             write_service(folder, running)
-            checkpoint = newest_manifest(self._checkpoints)
+            checkpoint = newest_manifest(self.checkpoints)
             page = page_url(service.url, service.read_token, job.id)
-            print_start(self._display, job, service.url, page, folder, limit, command, checkpoint)
+            print_start(self.display, job, service.url, page, folder, limit, command, checkpoint)
             result = self._train(command, devices, limit, service, checkpoint)
-            if isinstance(self._display, LiveDisplay):
+            if isinstance(self.display, LiveDisplay):
                 time.sleep(PAGE_INTERVAL)
             return result
         finally:
@@ -204,7 +193,7 @@ class _Run:
         service: ServiceProcess,
         checkpoint: Manifest | None,
     ) -> RunResult:
-        job, display, signals = self._job, self._display, self._signals
+        job, display, signals = self.job, self.display, self.signals
         client = MetricsServiceClient(service.url, service.token)
         environ = {
             names.ENV_JOB_ID: job.id,
@@ -214,17 +203,17 @@ class _Run:
         if checkpoint is not None:
             # A job on a cluster may have saved it, and this run continues that job.
             environ[names.ENV_INCARNATION] = str(checkpoint.incarnation)
-        agents = Agents(command, environ, devices, self._folder, self._lock)
+        agents = Agents(command, environ, devices, self.folder, self.lock)
         loop = LocalControlLoop(
             job,
             ServiceSupervisor(service, client, job.id, display, signals),
             client,
             Replicas(agents, job, display),
             limit,
-            self._options.until,
+            self.options.until,
             display,
             signals,
-            ScaleRequests(self._folder, job, devices, display),
+            ScaleRequests(self.folder, job, devices, display),
             checkpoint.generation if checkpoint is not None else 0,
         )
         try:
@@ -242,17 +231,17 @@ class _Run:
     def _stop(self, result: RunResult, loop: LocalControlLoop, agents: Agents) -> None:
         """Stop the agents that still run, after they have saved."""
         if result.message:
-            self._display.message(result.message, "red" if result.end else "")
-        mark_stopping(self._folder)
+            self.display.message(result.message, "red" if result.end else "")
+        mark_stopping(self.folder)
         if not agents.ranks:
             return
         loop.request_pause()
-        killed = agents.stop_all(lambda: self._signals.kill_requested, lambda: loop.show_status("saving"))
+        killed = agents.stop_all(lambda: self.signals.kill_requested, lambda: loop.show_status("saving"))
         if killed:
             names = ", ".join(str(agent_exit.rank) for agent_exit in killed)
             plural = len(killed) > 1
-            when = "immediately" if self._signals.kill_requested else f"after {STOP_TIMEOUT:.0f} s"
-            self._display.message(
+            when = "immediately" if self.signals.kill_requested else f"after {STOP_TIMEOUT:.0f} s"
+            self.display.message(
                 f"Killed {when}: replica{'s' * plural} {names}. {'Their' if plural else 'Its'} steps since "
                 "the last checkpoint are lost",
                 "yellow",
@@ -260,24 +249,24 @@ class _Run:
 
     def _summarize(self, result: RunResult, client: MetricsServiceClient) -> GainReport | None:
         """Print the end of the run, and return its last report; None if there is none."""
-        self._display.close()
+        self.display.close()
         try:
-            reports = client.get_history(self._job.id, MAX_HISTORY_POINTS).points
+            reports = client.get_history(self.job.id, MAX_HISTORY_POINTS).points
         except ServiceError as error:
-            self._display.message(f"Cannot show the table of generations: {error}", "yellow")
+            self.display.message(f"Cannot show the table of generations: {error}", "yellow")
             reports = ()
         latest = reports[-1] if reports else None
         try:
-            checkpoint = newest_manifest(self._checkpoints)
+            checkpoint = newest_manifest(self.checkpoints)
         except CheckpointStorageError as error:
-            self._display.message(f"Cannot show what is saved: {error}", "yellow")
+            self.display.message(f"Cannot show what is saved: {error}", "yellow")
             return latest
         print_summary(
-            self._display,
+            self.display,
             result,
-            summarize_generations(reports, self._run_starts),
+            summarize_generations(reports, self.run_starts),
             checkpoint,
             latest.progress if latest is not None else None,
-            time.monotonic() - self._started_at,
+            time.monotonic() - self.started_at,
         )
         return latest
