@@ -123,6 +123,36 @@ def is_snapshot_file(path: Path) -> bool:
 
 
 @pytest.mark.slow
+def test_a_pod_that_is_replaced_leaves_after_another_has_joined_at_the_cost_of_no_step(job: Job) -> None:
+    """As the operator replaces the only pod of a changed template: by a spare, which leaves at the end."""
+    finish = job.folder / "finish"
+    options = {**COPIED, "EPOCHS": 10**6, "FINISH_FILE": finish, "STEP_SECONDS": 0.1}
+    job.service.allocate(1, 1)
+    (old,) = job.start(0, **options)
+    job.wait_for_training(1, steps=5)
+    job.service.allocate(2, 1, spares=1)
+    job.start(1, **options)
+    wait_until(lambda: job.state_of(1) == "waiting", "the spare")
+    job.wait_for_training(2, steps=5)
+    old.process.send_signal(signal.SIGTERM)
+    old.wait()
+    job.wait_for_training(3, steps=5)
+    job.start(0, **options)
+    wait_until(lambda: job.state_of(0) == "waiting", "the next pod")
+    job.service.allocate(job.generation() + 1, 1)
+    job.wait_for_training(4, steps=5)
+    finish.touch()
+    assert job.agents[-1].wait() == 0, job.logs()
+    steps = job.journal.effective()
+    assert sorted(steps) == list(range(1, len(steps) + 1)), "every step exactly once"
+    replicas = [attempt.header["replica"] for attempt in job.journal.attempts()]
+    assert (replicas[0], replicas[-1]) == (0, 0)
+    assert 1 in replicas
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"]) == (0, 1)
+
+
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_slow_replica_at_the_cost_of_no_step(job: Job) -> None:
     options = {**LONG, "BOUNDS": json.dumps({"batch_size": 12}), "EPOCHS": 250, "STEP_SECONDS": 0.004}
     job.service.allocate(1, 2, spares=1)
