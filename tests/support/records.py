@@ -22,17 +22,19 @@ class StepRecords:
     Args:
         trainer: of the program, after program_reentry.
         name: of the replica or the process; $REPLICA if None.
+        processes: of a replica, that share its part of a batch.
 
     Attributes:
         folder: of the records.
         name: of the files of this process.
     """
 
-    def __init__(self, trainer: ElasticTrainer, name: str | None = None) -> None:
+    def __init__(self, trainer: ElasticTrainer, name: str | None = None, processes: int = 1) -> None:
         self.folder = Path(os.environ["JOURNAL"])
         self.folder.mkdir(parents=True, exist_ok=True)
         self.name = f"{os.environ['REPLICA'] if name is None else name}-{os.getpid()}"
         self._trainer = trainer
+        self._processes = processes
         self._file = (self.folder / f"{self.name}.jsonl").open("w", buffering=1)
         self._pause = float(os.environ.get("STEP_SECONDS", "0"))
         self._indices: list[list[int]] = []
@@ -50,7 +52,7 @@ class StepRecords:
         self._indices.append(indices.tolist())
         if trainer.steps > self._step:
             taken: list[list[int]] = []
-            missing = (trainer.samples - self._samples) // trainer.replicas
+            missing = (trainer.samples - self._samples) // (trainer.replicas * self._processes)
             while missing > 0 and self._indices:
                 taken.insert(0, self._indices.pop())
                 missing -= len(taken[0])

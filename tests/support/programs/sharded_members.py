@@ -28,7 +28,7 @@ fully_shard(model, mesh=trainer.mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
 state = trainer.program_reentry(model, optimizer, scheduler)
-records = StepRecords(trainer, f"{os.environ.get('REPLICA', '')}.{process}")
+records = StepRecords(trainer, f"{os.environ.get('REPLICA', '')}.{process}", trainer.mesh.size())
 for epoch in trainer.epochs(int(os.environ.get("EPOCHS", "6"))):
     model.train()
     for index, x, y in records.of(trainer.dataloader(samples())):
