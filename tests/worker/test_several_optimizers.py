@@ -419,7 +419,6 @@ def test_objects_that_do_not_belong_together_are_refused(make_trainer: MakeTrain
         ((models, optimizers, {"critic": schedulers["generator"]}), "a scheduler 'critic', but no optimizer"),
         ((models, optimizers, {"discriminator": schedulers["generator"]}), "belongs to another optimizer"),
         ((models, {**optimizers, "other": optimizers["generator"]}), "'generator' and 'other' have a"),
-        (({"keys": gan.generator, "d": gan.discriminator}, optimizers), "a name that torch refuses"),
         (({**models, "all": nn.DataParallel(gan.generator)}, optimizers), "type DataParallel"),
     ):
         with pytest.raises(WorkerError, match=message):

@@ -240,8 +240,6 @@ class Accumulation:
 
         If no pass of the last micro-batch has reached it. A collective call.
         """
-        if len(self.parts) == 1:
-            self.weights.check_step()
         if part.is_averaged:
             return
         is_awaited = self._group.replicas > 1 or part.has_more

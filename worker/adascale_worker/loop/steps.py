@@ -191,6 +191,8 @@ class Steps(Context, ABC):
             part.finish_micro_batch(accumulation.micro_weight)
             self._end_micro_batch()
             return
+        if not self.parts.are_several:
+            accumulation.weights.check_step()
         if lacks_pass:
             self._agree_without_pass()
         flags = self.agreement.flags()

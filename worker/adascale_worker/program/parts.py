@@ -85,78 +85,56 @@ OptimizersByName = Mapping[str, torch.optim.Optimizer]
 SchedulersByName = Mapping[str, Scheduler]
 
 
-def require_program(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    lr_scheduler: Scheduler | None,
-    *,
-    allows_shards: bool = False,
-) -> None:
-    """Check the types of the program's objects, and that they belong together."""
-    for name, value, kind in (
-        ("model", model, torch.nn.Module),
-        ("optimizer", optimizer, torch.optim.Optimizer),
-    ):
-        if not isinstance(value, kind):
-            raise WorkerError(
-                f"program_reentry got {name} of type {type(value).__name__}: call "
-                "program_reentry(model, optimizer, lr_scheduler), with one torch.nn.Module and one "
-                "torch.optim.Optimizer, or with dicts of several by name "
-                "(program_reentry({name: model, ...}, {name: optimizer, ...}), see docs/training.md)"
-            )
-    require_unwrapped(model, allows_shards=allows_shards)
-    if lr_scheduler is None:
-        return
-    methods = ("step_update", "state_dict", "load_state_dict")
-    missing = [method for method in methods if not callable(getattr(lr_scheduler, method, None))]
-    if missing and not isinstance(lr_scheduler, LRScheduler):
+def _require_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
         raise WorkerError(
-            f"program_reentry got a scheduler of type {type(lr_scheduler).__name__}: it must be an "
+            f"program_reentry got {name} of type {type(value).__name__}: call "
+            "program_reentry(model, optimizer, lr_scheduler), with one torch.nn.Module and one "
+            "torch.optim.Optimizer, or with dicts of several by name "
+            "(program_reentry({name: model, ...}, {name: optimizer, ...}), see docs/training.md)"
+        )
+
+
+def _by_name(name: str, value: object, kind: str) -> dict[str, Any]:
+    """Return one of the dicts that a program with several models or optimizers passes."""
+    if not isinstance(value, Mapping) or (name != "lr_scheduler" and not value):
+        raise WorkerError(
+            f"program_reentry got {name} of type {type(value).__name__}: for several models or "
+            f"optimizers, each of model, optimizer and lr_scheduler is a dict by name, here "
+            f"{{name: {kind}, ...}}"
+        )
+    names = [each for each in value if not isinstance(each, str) or not each.isidentifier()]
+    if names:
+        raise WorkerError(
+            f"program_reentry got the name {names[0]!r} in {name}: use names of letters, digits and _, "
+            "such as 'generator'; checkpoints contain them"
+        )
+    return dict(value)
+
+
+def _require_scheduler(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> None:
+    """Check that a scheduler can follow progress, and is that of its optimizer."""
+    methods = ("step_update", "state_dict", "load_state_dict")
+    missing = [method for method in methods if not callable(getattr(scheduler, method, None))]
+    if missing and not isinstance(scheduler, LRScheduler):
+        raise WorkerError(
+            f"program_reentry got a scheduler of type {type(scheduler).__name__}: it must be an "
             "LRScheduler of torch, or have step_update(n), as those of timm do, state_dict and "
             f"load_state_dict, and it has no {' and no '.join(missing)}. For another one, pass "
             "int(trainer.progress) in place of its count of steps, and save it as register={name: object}"
         )
-    scheduled = getattr(lr_scheduler, "optimizer", optimizer)
+    scheduled = getattr(scheduler, "optimizer", optimizer)
     if scheduled.param_groups is not optimizer.param_groups:
         raise WorkerError(
-            f"the scheduler ({type(lr_scheduler).__name__}) belongs to another optimizer than the one passed "
+            f"the scheduler ({type(scheduler).__name__}) belongs to another optimizer than the one passed "
             "to program_reentry, whose learning rate it would not change: make it from that one"
         )
 
 
-def require_programs(models: object, optimizers: object, lr_schedulers: object) -> None:
-    """Check the types of dicts of models, optimizers and schedulers, and that they belong together."""
-    for name, value, kind in (
-        ("model", models, "torch.nn.Module"),
-        ("optimizer", optimizers, "torch.optim.Optimizer"),
-        ("lr_scheduler", lr_schedulers, "LRScheduler"),
-    ):
-        if not isinstance(value, Mapping) or (name != "lr_scheduler" and not value):
-            raise WorkerError(
-                f"program_reentry got {name} of type {type(value).__name__}: for several models or "
-                f"optimizers, each of model, optimizer and lr_scheduler is a dict by name, here "
-                f"{{name: {kind}, ...}}"
-            )
-        names = [each for each in value if not isinstance(each, str) or not each.isidentifier()]
-        if names:
-            raise WorkerError(
-                f"program_reentry got the name {names[0]!r} in {name}: use names of letters, digits and _, "
-                "such as 'generator'; checkpoints contain them"
-            )
-    assert isinstance(models, Mapping)
-    assert isinstance(optimizers, Mapping)
-    assert isinstance(lr_schedulers, Mapping)
-    unknown = [name for name in lr_schedulers if name not in optimizers]
-    if unknown:
-        raise WorkerError(
-            f"program_reentry got a scheduler {unknown[0]!r}, but no optimizer of this name: give a "
-            f"scheduler the name of its optimizer ({', '.join(map(repr, optimizers))})"
-        )
-    for model in models.values():
-        require_program(model, next(iter(optimizers.values())), None)
+def _require_apart(optimizers: OptimizersByName) -> None:
+    """Check that no parameter belongs to two optimizers."""
     owner: dict[int, str] = {}
     for name, optimizer in optimizers.items():
-        require_program(next(iter(models.values())), optimizer, lr_schedulers.get(name))
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             other = owner.setdefault(id(parameter), name)
             if other != name:
@@ -262,25 +240,29 @@ def program_parts(
     allows_shards: bool = False,
 ) -> ProgramParts:
     """Check what the program has passed, and return it."""
-    if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
-        schedulers = {} if lr_scheduler is None else lr_scheduler
-        require_programs(model, optimizer, schedulers)
-        assert isinstance(model, Mapping)
-        assert isinstance(optimizer, Mapping)
-        assert isinstance(schedulers, Mapping)
-        try:
-            together: torch.nn.Module = torch.nn.ModuleDict(dict(model))
-        except (KeyError, TypeError) as error:
+    are_several = isinstance(model, Mapping) or isinstance(optimizer, Mapping)
+    models: dict[str, Any] = {"": model}
+    optimizers: dict[str, Any] = {"": optimizer}
+    schedulers: dict[str, Any] = {} if lr_scheduler is None else {"": lr_scheduler}
+    if are_several:
+        models = _by_name("model", model, "torch.nn.Module")
+        optimizers = _by_name("optimizer", optimizer, "torch.optim.Optimizer")
+        schedulers = _by_name("lr_scheduler", {} if lr_scheduler is None else lr_scheduler, "LRScheduler")
+    for each in models.values():
+        _require_kind("model", each, torch.nn.Module)
+        require_unwrapped(each, allows_shards=allows_shards)
+    for each in optimizers.values():
+        _require_kind("optimizer", each, torch.optim.Optimizer)
+    _require_apart(optimizers)
+    for name, each in schedulers.items():
+        if name not in optimizers:
             raise WorkerError(
-                f"program_reentry got a model with a name that torch refuses: {error}"
-            ) from error
-        models = tuple(model.values())
-        parts = ProgramParts(together, models, dict(optimizer), dict(schedulers), are_several=True)
-    else:
-        require_program(model, optimizer, lr_scheduler, allows_shards=allows_shards)  # type: ignore[arg-type]
-        single = {} if lr_scheduler is None else {"": lr_scheduler}
-        parts = ProgramParts(model, (model,), {"": optimizer}, single, are_several=False)  # type: ignore[arg-type]
-    return parts
+                f"program_reentry got a scheduler {name!r}, but no optimizer of this name: give a "
+                f"scheduler the name of its optimizer ({', '.join(map(repr, optimizers))})"
+            )
+        _require_scheduler(each, optimizers[name])
+    together = torch.nn.ModuleDict(models) if are_several else models[""]
+    return ProgramParts(together, tuple(models.values()), optimizers, schedulers, are_several)
 
 
 def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, replicas: int) -> None:
