@@ -64,8 +64,6 @@ class NoState:
     def save_beside(self) -> bool:
         return False
 
-    def release_group(self) -> None: ...
-
     def synchronize(self, assignment: Assignment, formation: Formation) -> None: ...
 
 
@@ -355,7 +353,7 @@ def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
         membership.start()
         agent.sendall(encode(coordinator.assignments[1]))
         with pytest.raises(OtherVersionError) as error:
-            membership.join(NoState())
+            membership.join(NoState().synchronize)
         assert "this replica has version 9.9 of adascale-operator" in str(error.value)
         assert f"have version {own}: use the same image" in str(error.value)
         membership.close()

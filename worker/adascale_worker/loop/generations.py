@@ -33,7 +33,7 @@ SHARED_ERRORS = (UnusableCheckpointError, StorageUnavailableError, CheckpointErr
 
 @dataclass(eq=False, kw_only=True)
 class Generations(Context):
-    """Enters and leaves generations. See `membership.generations.Joining`."""
+    """Enters and leaves generations."""
 
     steps: Steps
     _assignment: Assignment | None = field(default=None, init=False)
@@ -57,13 +57,9 @@ class Generations(Context):
         """Enter the newest generation of this trainer, and get the state of its members."""
         assert self.membership is not None
         try:
-            self.membership.join(self)
+            self.membership.join(self.synchronize)
         except LeaveError:
             self.exit(EXIT_REENTRY)
-
-    def release_group(self) -> None:
-        """Release the process group of the present generation."""
-        self.group.destroy()
 
     def synchronize(self, assignment: Assignment, formation: Formation) -> None:
         """Give all members of a generation whose group is formed the same state."""
@@ -83,7 +79,7 @@ class Generations(Context):
             self.state.was_restored = self._load()
         self.state.begin_generation(assignment.generation)
         # What a member decides between two steps does not change the number of its state.
-        rows = group.gather([self.progress.finish_reason, trained.encoded()])
+        rows = group.gather([self.progress.finish_reason, trained.recorded])
         self.progress.finish_reason = next((reason for reason, _ in rows if reason is not None), None)
         trained.begin_generation(rows[formation.sources[0] if formation.sources else 0][1])
         steps.agreement.begin_generation()
@@ -164,7 +160,7 @@ class Generations(Context):
             self._transfer([0])
         if not is_restored:
             self.planner.begin(self.job.settings.bounds)
-        trained.begin_generation(trained.encoded())
+        trained.begin_generation(trained.recorded)
         return bool(is_restored)
 
     def _continues_elsewhere(self) -> bool:
@@ -254,7 +250,7 @@ class Generations(Context):
         if self.membership is not None and self.shutdown_request.is_made:
             self.membership.report_terminated()
         self.telemetry.close()
-        self.release_group()
+        self.group.destroy()
         # The handler may end the program.
         self.process_exit.code = code
         self.shutdown_request.call_program_handler()

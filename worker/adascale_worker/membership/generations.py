@@ -85,17 +85,7 @@ class MemberState(Protocol):
         """Save it in a thread, without the others, and return whether it is saved."""
 
 
-class Joining(Protocol):
-    """What a trainer does when it enters a generation."""
-
-    def release_group(self) -> None:
-        """Release the present process group."""
-
-    def synchronize(self, assignment: Assignment, formation: Formation) -> None:
-        """Give all members of a generation whose group is formed the same state."""
-
-
-Formed = Callable[[Joining], tuple[Assignment, Formation]]
+Formed = Callable[[], tuple[Assignment, Formation]]
 """Forms the group of a generation, of which the agent or the leader has sent the assignment."""
 
 
@@ -254,18 +244,18 @@ class Membership:
         """Record that `replicas` have left the present generation, so that it has ended."""
         self._left |= replicas
 
-    def join(self, joining: Joining) -> None:
-        """Enter the newest generation. Wait for it if the present one was tried already.
+    def join(self, synchronize: Callable[[Assignment, Formation], None]) -> None:
+        """Enter the newest generation, whose members `synchronize` gives the same state.
 
-        While members are lost, waits for another generation, with the state.
+        Waits for it if the present one was tried already, and for another one while members are lost.
         """
         self._is_joining = True
         wait = self._wait_for_assignment if self._group.own.is_leader else self._wait_for_leader
         while True:
             form = wait()
             try:
-                assignment, formation = form(joining)
-                joining.synchronize(assignment, formation)
+                assignment, formation = form()
+                synchronize(assignment, formation)
                 if self._group.has_failed:
                     raise PeersLostError
             except PeersLostError:
@@ -301,7 +291,7 @@ class Membership:
         self._group.own.share([SAVE])
         self._state.save_before_leaving()
 
-    def _form(self, assignment: Assignment, joining: Joining) -> tuple[Assignment, Formation]:
+    def _form(self, assignment: Assignment) -> tuple[Assignment, Formation]:
         state = self._state.number
         self._is_holding = False
         if self._links is not None:
@@ -321,7 +311,7 @@ class Membership:
         self._links = links
         if links is None:
             self._close_earlier_links()
-            joining.release_group()
+            self._group.destroy()
             alone = Formation(0, (state,))
             self._group.form(assignment, None, alone, secret)
             self._group.settle(failed=self._void >= assignment.generation)
@@ -337,7 +327,7 @@ class Membership:
                 self._channel.wait(POLL)
         # All members have left the previous generation, so nobody needs its connections.
         self._close_earlier_links()
-        joining.release_group()
+        self._group.destroy()
         self._group.form(assignment, store, formation, secret)
         self._group.settle(failed=links.broken or self._void >= assignment.generation)
         return assignment, formation
@@ -354,11 +344,11 @@ class Membership:
             self._state.save_before_leaving()
 
     def _follow(
-        self, text: str, store_port: int, states: list[list[int] | None], secret: str, joining: Joining
+        self, text: str, store_port: int, states: list[list[int] | None], secret: str
     ) -> tuple[Assignment, Formation]:
         assignment = agent_message(text)
         assert isinstance(assignment, Assignment)
-        joining.release_group()
+        self._group.destroy()
         formation = Formation(store_port, tuple(map(state_number, states)))
         self._group.form(assignment, None, formation, secret)
         self._group.settle()

@@ -122,19 +122,20 @@ class TrainedParameters:
         triples = zip(self._parameters, flags, now, strict=True)
         return tuple([after if parameter in own else before for parameter, before, after in triples])
 
-    def encoded(self) -> str:
-        """Return the flags in the state as text, for `begin_generation`."""
-        return _encode(self._recorded)
+    @property
+    def recorded(self) -> list[str]:
+        """The frozen parameters of the state, for `begin_generation`."""
+        return self._frozen(self._recorded)
 
-    def begin_generation(self, encoded: str) -> None:
-        """Compare later changes with the flags of a member that has the newest state."""
-        self._agreed, self._changes = self._decode(encoded), 0
+    def begin_generation(self, frozen: Iterable[str]) -> None:
+        """Compare later changes with what is frozen in the newest state."""
+        self._agreed, self._changes = self._flags_without(frozen), 0
 
     def require_equal(self) -> None:
         """Check that all replicas begin with the same trained parameters. A collective call."""
         own = self.current()
-        for rank, encoded in enumerate(self._group.gather(_encode(own))):
-            self._require_same(own, rank, self._decode(encoded), "at the beginning")
+        for rank, frozen in enumerate(self._group.gather(self._frozen(own))):
+            self._require_same(own, rank, self._flags_without(frozen), "at the beginning")
 
     def find_failure(self, step: int) -> str | None:
         """Return an error message if another replica trains other parameters in this step, else None.
@@ -164,7 +165,7 @@ class TrainedParameters:
         """Wait until all replicas have made the same change."""
         group, board = self._group, self._board
         if group.replicas > 1:
-            board.announce(self._event, [self._changes, step, _encode(now)])
+            board.announce(self._event, [self._changes, step, self._frozen(now)])
             announced: dict[int, tuple[int, Flags]] = {}
             for values, failed in board.poll(self._event, FAILED):
                 announced = self._announced(values)
@@ -194,8 +195,8 @@ class TrainedParameters:
     def _announced(self, values: Values) -> dict[int, tuple[int, Flags]]:
         """Return the last step and the trained parameters of the ranks that have announced this change."""
         return {
-            rank: (step, self._decode(encoded))
-            for rank, (number, step, encoded) in values.items()
+            rank: (step, self._flags_without(frozen))
+            for rank, (number, step, frozen) in values.items()
             if number == self._changes
         }
 
@@ -219,17 +220,9 @@ class TrainedParameters:
         names = set(frozen)
         return tuple([name not in names for name in self._names])
 
-    def _decode(self, encoded: str) -> Flags:
-        digits = format(int(encoded, 16), f"0{len(self._names)}b") if self._names else ""
-        return tuple([digit == "1" for digit in digits])
-
 
 _REMEDY = (
     "Set it before program_reentry, which then restores what is trained with the rest of the state; or where "
     "all replicas do so between the same two steps, also one that joins later or starts again: decide by the "
     "epoch, trainer.steps or trainer.progress, and not by a count of the program's own"
 )
-
-
-def _encode(flags: Flags) -> str:
-    return hex(int("".join("1" if trained else "0" for trained in flags) or "0", 2))
