@@ -1,4 +1,4 @@
-"""The device of a replica: its choice, the check of its arithmetic and memory, its clock and its use.
+"""The device of a replica: its choice, the check of its arithmetic, its clock and its use.
 
 Products of matrices of small integers are exact in each precision, in any order of additions, so every
 correct device computes the same. They are compared with products of integers, which the CPU computes. The
@@ -28,21 +28,10 @@ _LIMITS: Final = {torch.float32: 100, torch.float16: 2, torch.bfloat16: 1}
 """The largest element of the matrices, by precision. Sums of 256 products are exact: below 2**24 in float32,
 whose factors have the 8 bits that TensorFloat-32 and bfloat16 keep, and at most 2**11 and 2**8 in the others.
 """
-_GPU_MEMORY: Final = 256 << 20
-"""Maximum bytes of a GPU's memory that are written and read: more than its caches have."""
-_FREE_SHARE: Final = 10
-"""The check uses at most one part in this many of the free memory."""
-_OTHER_MEMORY: Final = 8 << 20
-"""Bytes of memory on other devices. A container with little memory has room for it."""
-_CHUNK: Final = 1 << 20
-"""Words of memory that are written and compared at once."""
-_FACTOR: Final = 0x9E3779B97F4A7C15
-"""Odd, so that all words of the pattern are different: a wrong address is noticed too."""
-_WORD: Final = 1 << 64
 
 
 def find_fault(device: torch.device) -> str | None:
-    """Return what is wrong with the arithmetic or the memory of a device; None if nothing was found.
+    """Return what is wrong with the arithmetic of a device; None if nothing was found.
 
     A device without the little memory that this takes is not checked, nor one on which PyTorch refuses an
     operation of the check.
@@ -58,7 +47,7 @@ def _fault(device: torch.device) -> str | None:
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False), _any_algorithms():
             products = (_wrong_product(device, dtype) for dtype in _precisions(device))
-            fault = next(filter(None, products), None) or _wrong_memory(device, _memory_size(device))
+            fault = next(filter(None, products), None)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         return fault
@@ -124,40 +113,6 @@ def _wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
                 f"{product.numel()} elements are wrong. Expected {should:.0f} at [{row}, {column}], got {got}"
             )
     return None
-
-
-def _memory_size(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _OTHER_MEMORY
-    return min(_GPU_MEMORY, torch.cuda.mem_get_info(device)[0] // _FREE_SHARE)
-
-
-def _wrong_memory(device: torch.device, size: int) -> str | None:
-    """Return which word of memory has not kept what was written; None if all have.
-
-    Each bit is written as 0 and as 1.
-    """
-    words = size // 8
-    memory = torch.empty(words, dtype=torch.int64, device=device)
-    chunks = [slice(begin, min(begin + _CHUNK, words)) for begin in range(0, words, _CHUNK)]
-    for mask in (0, -1):
-        for chunk in chunks:
-            memory[chunk] = _pattern(chunk, mask, device)
-        for chunk in chunks:
-            wrong = (memory[chunk] != _pattern(chunk, mask, device)).nonzero()
-            if len(wrong):
-                index = chunk.start + int(wrong[0])
-                written = (index * _FACTOR ^ mask) % _WORD
-                return (
-                    f"its memory has changed: word {index} of {words} was written as {written:#018x} and "
-                    f"read as {int(memory[index]) % _WORD:#018x}"
-                )
-    return None
-
-
-def _pattern(chunk: slice, mask: int, device: torch.device) -> torch.Tensor:
-    numbers = torch.arange(chunk.start, chunk.stop, dtype=torch.int64, device=device)
-    return numbers.mul_(_FACTOR - _WORD).bitwise_xor_(mask)
 
 
 def _describe(device: torch.device) -> str:
