@@ -17,8 +17,8 @@ from adascale_worker.errors import WorkerError
 
 _INTERVAL = 0.1
 """Seconds between two attempts to lock."""
-_PATIENCE = 10.0
-"""Seconds after which a process that waits says so."""
+_PATIENCE = 100
+"""Attempts after which a process that waits says so."""
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -59,24 +59,21 @@ def _locked(path: Path) -> int:
 
 def _lock(file: Path, folder: Path) -> int:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    begun: float | None = time.monotonic()
+    attempt = 0
     try:
         while True:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if begun is not None and time.monotonic() - begun > _PATIENCE:
-                    begun = None
-                    holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-                    print(
-                        f"adascale: waiting for process {holder}, which has locked {folder} by "
-                        "download_lock()",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                time.sleep(_INTERVAL)
-            else:
                 return descriptor
+            if attempt == _PATIENCE:
+                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+                print(
+                    f"adascale: waiting for process {holder}, which has locked {folder} by download_lock()",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            attempt += 1
+            time.sleep(_INTERVAL)
     except BaseException:
         os.close(descriptor)
         raise
