@@ -33,17 +33,17 @@ class LearningRates:
     ) -> None:
         self._optimizers = optimizers
         self._schedulers = schedulers
-        self._registers_scheduler = any(isinstance(each, LRScheduler) for each in registered)
-        self._rates: list[object] | None = None
-        """The learning rates after the last call of the trainer. None: the next change is not looked at."""
-        self._scheduled: list[object] | None = None
-        """Those of optimizers whose schedulers were passed, after the last step of any; None before."""
+        registers_scheduler = any(isinstance(each, LRScheduler) for each in registered)
+        self._followed = [] if registers_scheduler else list(schedulers)
+        """The optimizers whose learning rates only the schedulers set that were passed for them."""
+        self._rates: dict[str, list[object]] = {}
+        """The learning rates after the last call of the trainer, except where the next change is accepted."""
         self.reads_progress = False
         """Whether the program has read its progress for the present batch."""
         self._followers: list[Callable[[], None]] = []
         """Let schedulers follow progress that were stepped for the present batch."""
         self._is_reported = False
-        if not self._registers_scheduler and any(
+        if not registers_scheduler and any(
             name not in schedulers and has_scheduler(each) for name, each in optimizers.items()
         ):
             self._is_reported = True
@@ -59,8 +59,8 @@ class LearningRates:
 
     def begin_epoch(self) -> None:
         """Accept a learning rate that is set once per epoch, unless a scheduler that was passed sets it."""
-        self._check_scheduled()
-        self._rates = None
+        self._check(self._followed)
+        self._rates = {name: rates for name, rates in self._rates.items() if name in self._followed}
 
     def begin_batch(self) -> None:
         """Require that the program reads its progress again, if it sets a learning rate by it."""
@@ -74,10 +74,8 @@ class LearningRates:
 
     def accept(self) -> None:
         """Accept what the trainer, or a scheduler that follows progress, has changed."""
-        if self._rates is not None:
-            self._rates = self._rates_now()
-        if self._scheduled is not None:
-            self._scheduled = self._scheduled_now()
+        now = self._rates_now()
+        self._rates = {name: now[name] for name in self._rates}
 
     def observe_optimizer(self, step: Method) -> Method:
         """Return the method `step` of an optimizer, with a check before it."""
@@ -92,7 +90,7 @@ class LearningRates:
                     follow()
                 return result
             finally:
-                self._rates, self._scheduled = self._rates_now(), self._scheduled_now()
+                self._rates = self._rates_now()
 
         return observed
 
@@ -101,40 +99,26 @@ class LearningRates:
 
         @functools.wraps(step)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            follows = follows_progress()
-            if follows:
-                self.check()
-            else:
-                self._check_scheduled()
+            self._check(self._optimizers if follows_progress() else self._followed)
             try:
                 return step(*args, **kwargs)
             finally:
-                self._scheduled = self._scheduled_now()
-                if follows:
-                    self.accept()
+                self.accept()
 
         return observed
 
     def check(self) -> None:
         """Check what the program has changed since the last call of the trainer."""
-        self._check_scheduled()
+        self._check(self._optimizers)
+
+    def _check(self, names: Iterable[str]) -> None:
+        """Check the learning rates of some optimizers."""
         before = self._rates
         self.accept()
-        if before != self._rates and not self.reads_progress:
-            self._report(
-                "the learning rate was set between two steps, but not by a scheduler that follows progress. "
-                "A step at a larger batch size counts as several steps of a schedule, so one that counts its "
-                "calls or batches is late: pass int(trainer.progress) in place of that count, as in "
-                "step_update(int(trainer.progress)), or pass an LRScheduler to program_reentry"
-            )
-
-    def _check_scheduled(self) -> None:
-        """Check that nothing sets a learning rate beside the scheduler that was passed for its optimizer."""
-        before = self._scheduled
-        if before is None or self._registers_scheduler or before == self._scheduled_now():
+        changed = [name for name in names if before.get(name) != self._rates.get(name)]
+        if not changed or self.reads_progress:
             return
-        self.accept()
-        if not self.reads_progress:
+        if any(name in self._followed for name in changed):
             passed = " and the ".join(sorted({type(each).__name__ for each in self._schedulers.values()}))
             self._report(
                 f"the learning rate was set by the {passed} that was passed to program_reentry, and by "
@@ -145,13 +129,15 @@ class LearningRates:
                 'register={"plateau": plateau}, and step it after the data loop of each epoch. Code that '
                 "sets a learning rate itself has to compute it from int(trainer.progress)"
             )
+        self._report(
+            "the learning rate was set between two steps, but not by a scheduler that follows progress. "
+            "A step at a larger batch size counts as several steps of a schedule, so one that counts its "
+            "calls or batches is late: pass int(trainer.progress) in place of that count, as in "
+            "step_update(int(trainer.progress)), or pass an LRScheduler to program_reentry"
+        )
 
-    def _rates_now(self) -> list[object]:
-        return lr_versions(group for each in self._optimizers.values() for group in each.param_groups)
-
-    def _scheduled_now(self) -> list[object]:
-        scheduled = (each for name, each in self._optimizers.items() if name in self._schedulers)
-        return lr_versions(group for each in scheduled for group in each.param_groups)
+    def _rates_now(self) -> dict[str, list[object]]:
+        return {name: lr_versions(each.param_groups) for name, each in self._optimizers.items()}
 
     def _report(self, message: str) -> None:
         """Warn, once."""
