@@ -22,7 +22,8 @@ def enter(make_trainer: MakeTrainer) -> tuple[nn.Module, torch.optim.SGD, LRSche
     optimizer = sgd(model)
     scheduler = StepLR(optimizer, step_size=1)
     trainer.program_reentry(model, optimizer, scheduler)
-    _, x, y = next(trainer.dataloader(samples()))
+    batches = trainer.dataloader(samples())
+    _, x, y = next(batches)
     learn(model, x, y)
     optimizer.step()
     return model, optimizer, scheduler
