@@ -145,7 +145,8 @@ def test_two_backward_passes_for_a_batch_give_the_sum_of_their_gradients(trainer
     plain, model = network(), sharded(trainer)
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
-    _, x, y = next(iter(trainer.dataloader(samples())))
+    batches = trainer.dataloader(samples())
+    _, x, y = next(batches)
     for each in (plain, model):
         for part in (slice(0, 4), slice(4, 8)):
             nn.functional.cross_entropy(each(x[part]), y[part]).backward()
