@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.micro_batches import MicroBatches
-from adascale_worker.batches.order import GroupedOrder, ProgramOrder, SampleSequence
+from adascale_worker.batches.order import GroupedOrder, ProgramOrder, SampleSequence, SequentialOrder
 from adascale_worker.batches.seeding import Indices, permute
 from adascale_worker.errors import DatasetError
 
@@ -75,7 +75,7 @@ def test_seeds_give_different_orders() -> None:
 
 
 def test_unshuffled_passes_have_the_order_of_the_data_set() -> None:
-    assert SampleSequence(3, seed=0, shuffle=False)[1:8] == [1, 2, 0, 1, 2, 0, 1]
+    assert SampleSequence(3, seed=0, order=SequentialOrder(3))[1:8] == [1, 2, 0, 1, 2, 0, 1]
 
 
 # -- the permutation ------------------------------------------------------------------------------------

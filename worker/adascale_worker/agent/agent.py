@@ -438,10 +438,8 @@ class Agent:
                 return self._exit(trainer, state, EXIT_REENTRY)
             state = ReplicaState.LOST
         if state is ReplicaState.FAILED:
-            if status.port is None:
-                raise self._preparation_failure(trainer, code)
-            if code == EXIT_FINISHED:
-                raise self._unfinished_failure(trainer)
+            if status.port is None or code == EXIT_FINISHED:
+                raise self._program_failure(trainer, code)
             return self._fail(trainer, agent_exit_code(code), trainer.log)
         if self._view.complete and not self._events.terminating:
             return self._exit(trainer, ReplicaState.FINISHED, EXIT_FINISHED)
@@ -488,25 +486,21 @@ class Agent:
     def _check_failure(self, reason: str) -> ReplicaCheckError:
         return ReplicaCheckError(f"replica {self._replica} on node {self._node} does not join: {reason}")
 
-    def _preparation_failure(self, trainer: TrainerProcess, code: int) -> WorkerError:
-        """Return the error for a trainer that has exited before it was ready for a generation."""
+    def _program_failure(self, trainer: TrainerProcess, code: int) -> WorkerError:
+        """Return the error for a trainer that has exited before training, or with code 0 before its end."""
         command = " ".join(self._command)
-        error = WorkerError(
-            f"{command} ended before it called program_reentry ({describe_exit(code)})"
-            if code
-            else f"{command} finished without calling program_reentry of an ElasticTrainer"
-        )
+        if trainer.status.port is not None:
+            text = (
+                f"{command} ended with exit code 0, but not by the end of its training: the end was not "
+                "saved, and the program has not returned. End it by its last statement or sys.exit, not by "
+                "os._exit, and call trainer.finish(reason) to end training earlier"
+            )
+        elif code:
+            text = f"{command} ended before it called program_reentry ({describe_exit(code)})"
+        else:
+            text = f"{command} finished without calling program_reentry of an ElasticTrainer"
+        error = WorkerError(text)
         error.exit_code = agent_exit_code(code) if code else EXIT_INVALID_PROGRAM
-        self._fail(trainer, error.exit_code, f"{trainer.log}\n{error}".lstrip("\n"))
-        return error
-
-    def _unfinished_failure(self, trainer: TrainerProcess) -> WorkerError:
-        """Return the error for a trainer that has exited with code 0, but not by the end of its training."""
-        error = WorkerError(
-            f"{' '.join(self._command)} ended with exit code 0, but not by the end of its training: the end "
-            "was not saved, and the program has not returned. End it by its last statement or sys.exit, not "
-            "by os._exit, and call trainer.finish(reason) to end training earlier"
-        )
         self._fail(trainer, error.exit_code, f"{trainer.log}\n{error}".lstrip("\n"))
         return error
 

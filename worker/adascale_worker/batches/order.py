@@ -207,13 +207,10 @@ class SampleSequence:
         length: int,
         seed: int,
         *,
-        shuffle: bool = True,
         order: Order | None = None,
         origin: Origin | None = None,
     ) -> None:
-        if order is None:
-            order = ShuffledOrder(length, seed) if shuffle else SequentialOrder(length)
-        self._order = order
+        self._order = order = order or ShuffledOrder(length, seed)
         self._origin = origin or Origin()
         self.seed = seed
         self.length = order.length
