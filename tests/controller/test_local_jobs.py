@@ -17,7 +17,6 @@ from rich.console import Console
 from adascale_controller.cli.local_commands import scaled_text
 from adascale_controller.jobfile import load_job
 from adascale_controller.local.display import PlainDisplay
-from adascale_controller.local.local_jobs import print_log
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleError, ScaleRequests, request_limit
 from adascale_controller.local.run_history import (
     RunRecord,
@@ -201,50 +200,18 @@ def test_a_job_that_does_not_run_cannot_be_stopped_or_scaled(root: Path, command
 def test_logs_print_the_output_of_a_replica(root: Path) -> None:
     StateDir(root / "a").replica_log(0).write_text("one\ntwo\n")
     StateDir(root / "a").replica_log(1).write_text("other\n")
-    assert adascale("logs", "a", "--state-dir", root).stdout == "one\ntwo\n"
-    assert adascale("logs", "a", "--state-dir", root, "--tail", 1).stdout == "two\n"
-    assert adascale("logs", "a", "--state-dir", root, "--replica", 1, "-f").stdout == "other\n"
+    for options, expected in (
+        ([], "one\ntwo\n"),
+        (["--tail", 1], "two\n"),
+        (["--tail", 0], ""),
+        (["--replica", 1, "-f"], "other\n"),
+    ):
+        shown = local_run.adascale("logs", "a", "--state-dir", root, *options)
+        assert (shown.stdout, shown.returncode) == (expected, 0), shown.stderr
     failed = adascale("logs", "a", "--state-dir", root, "--replica", 2)
     assert failed.returncode == 1
     assert failed.stderr == "adascale: replica 2 of job a has no output; the replicas with output are 0, 1\n"
     assert "no replica has started yet" in adascale("logs", "b", "--state-dir", root).stderr
-
-
-@pytest.mark.parametrize(
-    ("content", "lines", "expected"),
-    [
-        ("", 3, ""),
-        ("a\nb\nc\n", 0, ""),
-        ("a\nb\nc\n", 2, "b\nc\n"),
-        ("a\nb\nc", 2, "b\nc"),
-        ("a\nb\nc\n", 3, "a\nb\nc\n"),
-        ("a\nb\nc\n", 9, "a\nb\nc\n"),
-        ("a\nb\nc\n", None, "a\nb\nc\n"),
-        ("x" * 100_000 + "\n" + "y" * 100_000 + "\n", 1, "y" * 100_000 + "\n"),
-        ("x\n" * 100_000, 70_000, "x\n" * 70_000),
-    ],
-)
-def test_the_last_lines_of_a_log(tmp_path: Path, content: str, lines: int | None, expected: str) -> None:
-    (tmp_path / "log").write_text(content)
-    output = io.StringIO()
-    print_log(tmp_path / "log", output, lines, follow=False, runs=lambda: True)
-    assert output.getvalue() == expected
-
-
-def test_a_followed_log_is_printed_to_the_end_of_the_run(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("one\n")
-    answers = iter([True, True, False])
-
-    def runs() -> bool:
-        """Add a line each time; the last one just before the run ends."""
-        with log.open("a") as file:
-            file.write("more\n")
-        return next(answers)
-
-    output = io.StringIO()
-    print_log(log, output, 0, follow=True, runs=runs)
-    assert output.getvalue() == "more\n" * 3
 
 
 def test_a_scale_request_without_an_answer_is_kept_for_its_run_only(root: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,7 +31,6 @@ from adascale_controller.local.local_jobs import (
     LocalJob,
     find_job,
     find_jobs,
-    print_log,
     remove_run,
     stop_run,
 )
@@ -256,13 +256,15 @@ def logs(
     state_dir: StateRoot = None,
 ) -> None:
     """Print the output of a replica of a job."""
-    lines = None if tail < 0 else tail
     found = find_job(state_dir, job)
-    log = found.folder.replica_log(replica)
+    log, process = found.folder.replica_log(replica), found.process
     if not log.exists():
         raise NoLogError(f"replica {replica} of job {job} has no output; {_with_output(found.folder)}")
+    command = ["tail", "-n", "+1" if tail < 0 else str(tail)]
+    if follow and process is not None:
+        command += ["-f", f"--pid={process}"]
     try:
-        print_log(log, sys.stdout, lines, follow, lambda: found.process is not None)
+        raise typer.Exit(subprocess.run([*command, str(log)], check=False).returncode)
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO
 
 from adascale_controller.job_overview import NoSuchJobError
 from adascale_controller.local.checkpoints import location, newest_manifest
@@ -30,11 +28,6 @@ from adascale_core.job_id import parse_job_id
 
 MAX_NAMED = 5
 """State folders that a message names."""
-
-
-INTERVAL = 0.2
-"""Seconds between two reads of the log."""
-_BLOCK = 1 << 16
 
 
 class SeveralFoldersError(AdaScaleError):
@@ -172,9 +165,6 @@ def stop_run(job: LocalJob, timeout: float) -> None:
 
 def _terminate(job: LocalJob, process: int) -> None:
     """Send SIGTERM to `process`, and to no later process with the same id."""
-    if not hasattr(os, "pidfd_open"):
-        os.kill(process, signal.SIGTERM)
-        return
     try:
         descriptor = os.pidfd_open(process)
     except ProcessLookupError:
@@ -244,35 +234,3 @@ def _is_own_ignore_file(file: Path) -> bool:
         return file.read_bytes() == IGNORE_ALL.encode()
     except OSError:
         return False
-
-
-def print_log(log: Path, output: TextIO, lines: int | None, follow: bool, runs: Callable[[], bool]) -> None:
-    """Print a log."""
-    with log.open("rb") as file:
-        if lines is not None:
-            file.seek(_start_of_last_lines(file, lines))
-        while True:
-            # Asked before reading: what a run wrote before its end is printed.
-            running = follow and runs()
-            while block := file.read(_BLOCK):
-                output.write(block.decode(errors="replace"))
-            output.flush()
-            if not running:
-                return
-            time.sleep(INTERVAL)
-
-
-def _start_of_last_lines(file: BinaryIO, lines: int) -> int:
-    """Return the position at which the last `lines` lines of a file start."""
-    end = position = file.seek(0, os.SEEK_END)
-    if lines == 0:
-        return end
-    text = b""
-    # The line break at the end of the last line does not start another line.
-    while position > 0 and text[:-1].count(b"\n") < lines:
-        start = max(position - _BLOCK, 0)
-        file.seek(start)
-        text = file.read(position - start) + text
-        position = start
-    breaks = [index for index, byte in enumerate(text[:-1]) if byte == 10]
-    return position if len(breaks) < lines else position + breaks[-lines] + 1

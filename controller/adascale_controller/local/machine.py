@@ -50,9 +50,7 @@ def package_versions() -> dict[str, str]:
 
 def cpu_cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def describe_contention(view: JobView) -> str:

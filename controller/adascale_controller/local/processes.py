@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -81,10 +80,8 @@ class ChildProcess:
         return True
 
 
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
+def _die_with_parent(parent: int) -> Callable[[], None]:
     """Return the function that the child runs between fork and exec, where only system calls are safe."""
-    if sys.platform != "linux":
-        return None
     prctl = ctypes.CDLL(None).prctl
 
     def prepare() -> None:
