@@ -41,6 +41,7 @@ PUBLIC = (
 """Beginnings of the paths of files that users see all of."""
 PUBLIC_NAMES = {
     "ElasticAccelerator",
+    "ElasticDataLoader",
     "ElasticStrategy",
     "Evaluation",
     "Observation",

@@ -44,8 +44,9 @@ def main() -> None:
 
 def _reference() -> Iterator[str]:
     # The class that programs use first; then by name.
-    for name in sorted(adascale._MODULE_OF, key=lambda name: (name != "ElasticTrainer", name)):
-        match _definition(adascale._MODULE_OF[name], name):
+    modules = {**adascale._MODULE_OF, "ElasticDataLoader": "adascale_worker.batches.elastic_loader"}
+    for name in sorted(modules, key=lambda name: (name != "ElasticTrainer", name)):
+        match _definition(modules[name], name):
             case ast.ClassDef() as definition:
                 yield from _class(definition)
             case function:

@@ -347,6 +347,17 @@ for _ in range(200):
     optimizer.step()
 assert len(open("gain.csv").readlines()) == 3
 """,
+    "data-alone": IMPORTS
+    + """\
+if __name__ == "__main__":
+    state = {"data": {"position": 0, "samples": len(dataset)}}
+    PART 1
+        assert len(x) == len(y) == 32
+        PART 2
+        if loader.position == 320:
+            break
+    assert state["data"] == {"position": 320, "samples": len(dataset)}
+""",
     "train-samples": IMPORTS
     + """\
 PART 1

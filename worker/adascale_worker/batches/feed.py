@@ -132,11 +132,9 @@ class DataFeed:
 
         Calls of that are collective, and each is followed by `compare`. See `ElasticTrainer.dataloader`.
         """
-        stream = _stream_options(
-            dataset, shards, order, lengths, StreamOptions(map, shuffle_buffer, exactly_once)
+        stream = stream_options(
+            dataset, shards, order, lengths, StreamOptions(map, shuffle_buffer, exactly_once), options
         )
-        if conflicting := _CHOSEN_BY_TRAINER & set(options):
-            raise DatasetError(_refusal(conflicting, options))
         if stream is not None:
             return self._open_stream(dataset, shards, stream, options, shuffle)
         if self._group.processes > 1 and options.get("persistent_workers"):
@@ -146,7 +144,11 @@ class DataFeed:
             )
         # Batches that are not loaded in their order cannot be parts of a step.
         self._use_division(is_possible=options.get("in_order", True))
-        made = self._order(dataset, shuffle, order, lengths)
+        consumed = self._progress.consumed - self._origin.consumed
+        number = self._origin.number + (consumed // self._length if self._length else 0)
+        made = order_of(
+            dataset, shuffle, order, lengths, seed=self._seed, group=self._bounds.batch_size, number=number
+        )
         self._require_enough(made.length, "the data set" if order is None else "a pass of order=")
         self._begin_order(made, allow_other_length=allow_other_length)
         self._has_opened = True
@@ -167,43 +169,6 @@ class DataFeed:
             return math.inf
         origin = self._origin
         return origin.progress + (epoch - origin.epoch) * self._length / self._bounds.batch_size
-
-    def _order(
-        self,
-        dataset: Sized,
-        shuffle: bool,
-        order: OrderFunction | None,
-        lengths: Lengths | None,
-    ) -> Order:
-        samples = _indexed_length(dataset)
-        if samples == 0:
-            raise DatasetError(
-                f"the data set (type {type(dataset).__name__}) has 0 samples: check the path of the data, "
-                "and what filters it"
-            )
-        if (order is not None) + (lengths is not None) + (not shuffle) > 1:
-            raise DatasetError(
-                "dataloader() got more than one of order=, lengths= and shuffle=False, each of which "
-                "determines the order of the samples: pass only one of them"
-            )
-        if order is not None:
-            if not callable(order):
-                raise DatasetError(
-                    f"dataloader() got order= of type {type(order).__name__}: it must be a function of the "
-                    "number of the pass and a seed that returns indices of samples, such as\n"
-                    f"    {_RANDOM_ORDER}"
-                )
-            consumed = self._progress.consumed - self._origin.consumed
-            number = self._origin.number + (consumed // self._length if self._length else 0)
-            return ProgramOrder(order, samples, self._seed, number)
-        if lengths is not None:
-            if len(lengths) != samples:
-                raise DatasetError(
-                    f"dataloader() got {len(lengths)} lengths=, but the data set has {samples} samples: pass "
-                    "the length of each sample"
-                )
-            return GroupedOrder(lengths, self._seed, self._bounds.batch_size)
-        return ShuffledOrder(samples, self._seed) if shuffle else SequentialOrder(samples)
 
     def _require_enough(self, length: int, what: str) -> None:
         # Without max_batch_size nothing bounds the global batch, and a step may take more than a pass.
@@ -364,7 +329,7 @@ class DataFeed:
         dealt = _shards_of(dataset, shards, stream)
         kind = STREAM if dealt is None else SHARDS
         if dealt is None:
-            _require_repeatable(dataset)
+            require_repeatable(dataset)
         if options.get("in_order") is False:
             raise DatasetError(
                 "dataloader() got in_order=False, which changes the order of samples: leave it out"
@@ -523,14 +488,57 @@ def is_stream(dataset: object) -> bool:
     return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
 
 
-def _stream_options(
+def order_of(
+    dataset: Sized,
+    shuffle: bool,
+    order: OrderFunction | None,
+    lengths: Lengths | None,
+    *,
+    seed: int,
+    group: int,  # samples of similar length that come together
+    number: int,  # of the present pass
+) -> Order:
+    """Return the order of the samples of a data set."""
+    samples = _indexed_length(dataset)
+    if samples == 0:
+        raise DatasetError(
+            f"the data set (type {type(dataset).__name__}) has 0 samples: check the path of the data, "
+            "and what filters it"
+        )
+    if (order is not None) + (lengths is not None) + (not shuffle) > 1:
+        raise DatasetError(
+            "dataloader() got more than one of order=, lengths= and shuffle=False, each of which "
+            "determines the order of the samples: pass only one of them"
+        )
+    if order is not None:
+        if not callable(order):
+            raise DatasetError(
+                f"dataloader() got order= of type {type(order).__name__}: it must be a function of the "
+                "number of the pass and a seed that returns indices of samples, such as\n"
+                f"    {_RANDOM_ORDER}"
+            )
+        return ProgramOrder(order, samples, seed, number)
+    if lengths is not None:
+        if len(lengths) != samples:
+            raise DatasetError(
+                f"dataloader() got {len(lengths)} lengths=, but the data set has {samples} samples: pass "
+                "the length of each sample"
+            )
+        return GroupedOrder(lengths, seed, group)
+    return ShuffledOrder(samples, seed) if shuffle else SequentialOrder(samples)
+
+
+def stream_options(
     dataset: object,
     shards: int | None,
     order: OrderFunction | None,
     lengths: Lengths | None,
     stream: StreamOptions,
+    options: dict[str, Any],  # of DataLoader
 ) -> StreamOptions | None:
     """Return how a stream is read; None if the data set has items by index."""
+    if conflicting := _CHOSEN_BY_TRAINER & set(options):
+        raise DatasetError(_refusal(conflicting, options))
     kind = type(dataset).__name__
     if shards is not None:
         if type(shards) is not int or shards < 1:
@@ -586,7 +594,7 @@ def _shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple
     return None
 
 
-def _require_repeatable(dataset: Iterable[Any]) -> None:
+def require_repeatable(dataset: Iterable[Any]) -> None:
     """Check that a stream can be read again."""
     if isinstance(dataset, Iterator):
         raise DatasetError(
