@@ -9,14 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from starlette.types import ASGIApp
+
+from adascale_api.app import create_app, create_runs_app
 from adascale_api.auth.authorization import Authorizer, ReadTokenAuthorizer, shared_token
 from adascale_api.auth.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
 from adascale_api.bodies import MAX_INTEGER
+from adascale_api.data.database import Database, without_password
 from adascale_api.data.store.reports import Retention
+from adascale_api.errors import TlsRequiredError
 from adascale_api.http.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
 from adascale_api.http.tls import MAX_CONNECTIONS as MAX_TLS_CONNECTIONS
-from adascale_api.http.tls import server_certificate
-from adascale_api.server import UsageError, is_loopback, serve, serve_jobs, serve_runs
+from adascale_api.http.tls import RequireTls, server_certificate
+from adascale_api.routes.common import response_to
+from adascale_api.routes.worker_endpoints import MetricsService
+from adascale_api.server import UsageError, is_loopback, open_limits, open_listener, remove_port_file, serve
+from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import DAY, DEFAULT_JOBS, DEFAULT_REPORTS, JobRetention, Settings
 from adascale_core.errors import AdaScaleError, requires_extra
 from adascale_core.names import (
@@ -56,17 +64,6 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     readers = shared_token(environment, ENV_READ_TOKEN, ENV_READ_TOKEN_FILE)
     if authorizer is not None and readers is not None:
         authorizer = ReadTokenAuthorizer(readers, authorizer)
-    if options.runs is not None:
-        app = serve_runs(options.runs, authorizer)
-    else:
-        settings = Settings(
-            protect_reads=options.protect_reads,
-            reports=Retention(options.keep_newest_reports, options.keep_earlier_reports),
-            jobs=JobRetention(options.keep_finished_days * DAY, options.keep_unfinished_days * DAY),
-            logs=options.logs,
-        )
-        url = options.database or environment.get(ENV_DATABASE) or DEFAULT_DATABASE
-        app = serve_jobs(url, authorizer, settings)
     if options.require_tls and options.tls_cert is None:
         raise UsageError("--require-tls needs a certificate: add --tls-cert and --tls-key")
     if (options.tls_cert is None) != (options.tls_key is None):
@@ -75,17 +72,43 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     certificate = None
     if options.tls_cert is not None:
         certificate = server_certificate(options.tls_cert, options.tls_key)
-    serve(
-        host=options.host,
-        port=options.port,
-        descriptor=options.fd,
-        port_file=options.port_file,
-        serve_app=app,
-        max_connections=options.max_connections or (MAX_TLS_CONNECTIONS if certificate else MAX_CONNECTIONS),
-        request_timeout=options.request_timeout,
-        certificate=certificate,
-        require_tls=options.require_tls,
-    )
+    if options.port_file is not None:
+        remove_port_file(options.port_file)
+    most = options.max_connections or (MAX_TLS_CONNECTIONS if certificate else MAX_CONNECTIONS)
+    limits = open_limits(most, options.request_timeout)
+    # First, so that clients wait while the database is opened.
+    with open_listener(options.host, options.port, options.fd) as listener:
+        stop: Callable[[], None] = _do_nothing
+        app: ASGIApp
+        if options.runs is not None:
+            app = create_runs_app(RunServices(options.runs, authorizer, limits))
+            data = f"runs of {options.runs}"
+        else:
+            url = options.database or environment.get(ENV_DATABASE) or DEFAULT_DATABASE
+            settings = Settings(
+                protect_reads=options.protect_reads,
+                reports=Retention(options.keep_newest_reports, options.keep_earlier_reports),
+                jobs=JobRetention(options.keep_finished_days * DAY, options.keep_unfinished_days * DAY),
+                logs=options.logs,
+            )
+            api = create_app(Database(url), authorizer, settings, connections=limits)
+            app, stop = MetricsService(api), api.state.service.stop
+            data = f"database {without_password(url)}"
+        if options.require_tls:
+            app = RequireTls(app, response_to(TlsRequiredError()))
+        serve(
+            listener,
+            app,
+            data,
+            limits=limits,
+            on_stopping=stop,
+            port_file=options.port_file,
+            certificate=certificate,
+        )
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,18 +12,9 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from adascale_api.app import create_app, create_runs_app
-from adascale_api.auth.authorization import Authorizer
-from adascale_api.data.database import Database, without_password
-from adascale_api.errors import TlsRequiredError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.connections import Server, limited_protocol
-from adascale_api.http.tls import RequireTls
 from adascale_api.renewed import Renewed
-from adascale_api.routes.common import response_to
-from adascale_api.routes.worker_endpoints import MetricsService
-from adascale_api.service.run_services import RunServices
-from adascale_api.service.service import Service, Settings
 from adascale_core.errors import AdaScaleError
 
 BACKLOG = 16384
@@ -48,82 +39,54 @@ class UsageError(AdaScaleError):
     exit_code = 2
 
 
-ServedApp = tuple[ASGIApp, Callable[[], None], str]
-"""An application, what is called when the server begins to stop, and where its data are, for the user."""
-AppFactory = Callable[[ConnectionLimits], ServedApp]
-
-
-def serve_jobs(database_url: str, authorizer: Authorizer | None, settings: Settings) -> AppFactory:
-    """Return a function that makes the metrics service of a database, once the server listens."""
-
-    def make(limits: ConnectionLimits) -> ServedApp:
-        app = create_app(Database(database_url), authorizer, settings, connections=limits)
-        service: Service = app.state.service
-        data = f"database {without_password(database_url)}"
-        return MetricsService(app), service.stop, data
-
-    return make
-
-
-def serve_runs(path: Path, authorizer: Authorizer | None) -> AppFactory:
-    """Return a function that makes the application that shows a list of runs, once the server listens."""
-
-    def make(limits: ConnectionLimits) -> ServedApp:
-        runs = RunServices(path, authorizer, limits)
-        return create_runs_app(runs), lambda: None, f"runs of {path}"
-
-    return make
+def open_listener(host: str, port: int, descriptor: int | None) -> socket.socket:
+    """Listen on an address, or return the listening socket `descriptor` that replaces it."""
+    listener = _listen(host, port) if descriptor is None else _inherit(descriptor)
+    # Connections inherit it. Without it, an answer waits 40 ms for the client to acknowledge its headers:
+    # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    return listener
 
 
 def serve(
+    listener: socket.socket,
+    app: ASGIApp,
+    data: str,
     *,
-    host: str,
-    port: int,
-    descriptor: int | None,
+    limits: ConnectionLimits,
+    on_stopping: Callable[[], None],
     port_file: Path | None,
-    serve_app: AppFactory,
-    max_connections: int,
-    request_timeout: float,
-    certificate: Renewed[ssl.SSLContext] | None = None,
-    require_tls: bool = False,
+    certificate: Renewed[ssl.SSLContext] | None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. A listening socket `descriptor` replaces `host` and `port`."""
-    temporary = None if port_file is None else _prepare_port_file(port_file)
-    with _listen(host, port) if descriptor is None else _inherit(descriptor) as listener:
-        # Connections inherit it. Without it, an answer waits 40 ms for the client to acknowledge its headers:
-        # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        limits = ConnectionLimits(max_connections, _allow_connections(max_connections), request_timeout)
-        app, stop, data = serve_app(limits)
-        address, port = listener.getsockname()[:2]
-        scheme = "http" if certificate is None else "https"
-        url = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
-        if require_tls:
-            app = RequireTls(app, response_to(TlsRequiredError()))
+    """Serve an application until SIGTERM or SIGINT; `data` says where its data are, for the user."""
+    address, port = listener.getsockname()[:2]
+    scheme = "http" if certificate is None else "https"
+    url = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
 
-        def announce() -> None:
-            if port_file is not None and temporary is not None:
-                temporary.write_text(f"{port}\n")
-                temporary.replace(port_file)
-            print(f"adascale-api: listening on {url}, {data}", flush=True)
+    def announce() -> None:
+        if port_file is not None:
+            temporary = _temporary(port_file)
+            temporary.write_text(f"{port}\n")
+            temporary.replace(port_file)
+        print(f"adascale-api: listening on {url}, {data}", flush=True)
 
-        config = uvicorn.Config(
-            app,
-            loop="uvloop",
-            backlog=BACKLOG,
-            proxy_headers=False,
-            http=limited_protocol(limits, certificate),
-            lifespan="on",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE,
-        )
-        server = Server(config, on_listening=announce, on_stopping=stop)
-        server.run([listener])
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        backlog=BACKLOG,
+        proxy_headers=False,
+        http=limited_protocol(limits, certificate),
+        lifespan="on",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE,
+    )
+    server = Server(config, on_listening=announce, on_stopping=on_stopping)
+    server.run([listener])
 
 
 def is_loopback(host: str) -> bool:
@@ -136,14 +99,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _allow_connections(wanted: int) -> int:
-    """Raise the process's limit of open files as far as it may, and return how many connections fit."""
+def open_limits(wanted: int, request_timeout: float) -> ConnectionLimits:
+    """Return the limits of connections, after raising that of the process's open files as far as it may."""
     files = wanted + OTHER_FILES
     allowed, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed < files:
         allowed = files if maximum == resource.RLIM_INFINITY else min(files, maximum)
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, maximum))
-    return min(wanted, max(allowed - OTHER_FILES, OTHER_FILES))
+    return ConnectionLimits(wanted, min(wanted, max(allowed - OTHER_FILES, OTHER_FILES)), request_timeout)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -175,13 +138,15 @@ def _inherit(descriptor: int) -> socket.socket:
     return listener
 
 
-def _prepare_port_file(path: Path) -> Path:
-    """Return a file that will replace the port file. A reader must not take the port of an earlier run."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+def remove_port_file(path: Path) -> None:
+    """Remove the port file of an earlier run, and refuse one that can't be written."""
     try:
         path.unlink(missing_ok=True)
-        temporary.touch()
-        temporary.unlink()
+        _temporary(path).touch()
+        _temporary(path).unlink()
     except OSError as error:
         raise UsageError(f"port file {path} can't be written: {error}") from error
-    return temporary
+
+
+def _temporary(port_file: Path) -> Path:
+    return port_file.with_name(f"{port_file.name}.{os.getpid()}")

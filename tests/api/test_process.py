@@ -19,7 +19,8 @@ import urllib3
 
 from adascale_api import cli, server
 from adascale_api.cli import main
-from adascale_api.service.service import DAY, JobRetention
+from adascale_api.server import UsageError
+from adascale_api.service.service import DAY, JobRetention, Settings
 from adascale_core.names import DEFAULT_API_PORT
 from api.client import (
     TOKEN,
@@ -386,11 +387,18 @@ def test_options_set_how_many_reports_of_a_job_are_kept(tmp_path: Path, job: str
 
 
 def test_options_set_how_many_days_jobs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(cli, "serve", given.update)
-    monkeypatch.setattr(cli, "serve_jobs", lambda *arguments: arguments[-1])
-    cli.run(["--keep-finished-days", "2", "--keep-unfinished-days", "30"], {"ADASCALE_TOKEN": "t"})
-    assert given["serve_app"].jobs == JobRetention(finished=2 * DAY, unfinished=30 * DAY)
+    given: list[Settings] = []
+
+    def create_app(_database: object, _authorizer: object, settings: Settings, **_others: object) -> None:
+        given.append(settings)
+        raise UsageError("all options are read")
+
+    monkeypatch.setattr(cli, "Database", str)
+    monkeypatch.setattr(cli, "create_app", create_app)
+    options = ["--port", "0", "--keep-finished-days", "2", "--keep-unfinished-days", "30"]
+    with pytest.raises(UsageError, match="all options"):
+        cli.run(options, {"ADASCALE_TOKEN": "t"})
+    assert given[0].jobs == JobRetention(finished=2 * DAY, unfinished=30 * DAY)
 
 
 def test_the_help_lists_options_and_variables() -> None:
