@@ -156,7 +156,16 @@ def test_a_position_is_all_that_a_data_set_needs() -> None:
         ),
         ({"batch_size": 2, "dataset": iter([1])}, DatasetError, "got an iterator"),
     ],
-    ids=str,
+    ids=[
+        "batch size",
+        "position",
+        "rank",
+        "rank alone",
+        "drop_last",
+        "no samples",
+        "place of a stream",
+        "iterator",
+    ],
 )
 def test_what_cannot_be_divided_is_an_error(
     arguments: dict[str, Any], error: type[Exception], message: str
