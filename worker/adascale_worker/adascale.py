@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.batch.gain import GradientEstimate, require_max_gain, require_scale, require_smoothing
 from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.observation import Observer, Report, report_to
-from adascale_worker.scaling.statistics.all_reduce import Shards
+from adascale_worker.scaling.statistics.all_reduce import Shards, StatisticsJoinHook
 from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.scaling.statistics.steps import Sampling, StepSettings
@@ -41,7 +42,7 @@ STATE_KEY = "adascale"
 STATE_VERSION = 4
 
 
-class AdaScale(torch.optim.Optimizer):
+class AdaScale(torch.optim.Optimizer, Joinable):
     """Scales the learning rate of an optimizer by the gain of its batch size.
 
     A step at scale S (a batch of S times the initial batch size) makes as much progress as `gain()` steps of
@@ -125,6 +126,7 @@ class AdaScale(torch.optim.Optimizer):
         super().__init__(
             cast(Any, [dict(group) for group in optimizer.param_groups]), dict(optimizer.defaults)
         )
+        Joinable.__init__(self)
         process_group = model.process_group if isinstance(model, DistributedDataParallel) else None
         replicas = _world_size(process_group) if world_size is None else world_size
         require_count("world_size", replicas)
@@ -410,6 +412,7 @@ class AdaScale(torch.optim.Optimizer):
         """
         self._inner_step: Callable[[], float | None] = self._inner.step  # may be replaced by ours later
         self._estimator = estimator
+        estimator.statistics.joinable = weakref.proxy(self)
         weakref.finalize(self, estimator.statistics.remove_hooks)
         self._share_groups_and_state()
         reference = weakref.ref(self)
@@ -427,6 +430,23 @@ class AdaScale(torch.optim.Optimizer):
         """Use the groups and the state of the inner optimizer, which replaces them when it loads."""
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
+
+    # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002
+        """Return the hook for a rank without data in `Join([model, optimizer])`."""
+        return StatisticsJoinHook(self._estimator.end_step_without_data)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the all-reduce of statistics."""
+        return self._estimator.statistics.parameters.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks of the all-reduce of statistics."""
+        group = self._estimator.statistics.reader.process_group
+        return dist.group.WORLD if group is None else group
 
 
 def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:

@@ -5,15 +5,18 @@ when the last backward pass ends, and is waited for when a result is read, so th
 between. All ranks read the same sums, equal to the bit, and so compute the same gain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.scaling.statistics.norms import Gradients, sqr_norms
+from adascale_worker.torch_private.distributed import is_in_join
 
 AGREEMENT_TOLERANCE = 1e-8
 """Relative variance up to which ranks have the same averaged gradients; kernels differ by less."""
@@ -150,3 +153,24 @@ def sqr_norms_of_mean(
         dist.all_reduce(flat, group=process_group)
         means.append([flat])
     return sqr_norms(means, device) / ranks**2
+
+
+def joins_without(ddp: DistributedDataParallel | None, joinable: Joinable | None) -> bool:
+    """Whether `ddp` takes uneven inputs now and `joinable` does not.
+
+    Then peers may be without data, and an all-reduce for `joinable` would wait for them for ever.
+    """
+    if ddp is None or not is_in_join(ddp):
+        return False
+    return joinable is None or not is_in_join(joinable)
+
+
+class StatisticsJoinHook(JoinHook):
+    """Takes part in the all-reduces of statistics on a rank without data."""
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self._on_step = on_step
+
+    def main_hook(self) -> None:
+        """Call `on_step`. Called by `Join` for each step of the peers."""
+        self._on_step()

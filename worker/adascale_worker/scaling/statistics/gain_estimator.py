@@ -190,6 +190,12 @@ class GainEstimator:
             self._steps += 1
         self.begin_step()
 
+    def end_step_without_data(self) -> None:
+        """Take part in a step of peers, on a rank that has no more data."""
+        self.statistics.join_all_reduce()
+        self._steps += 1
+        self.begin_step()
+
     def restart_sampling(self) -> None:
         """Measure all of the next steps, as at the start, because the parameters have changed."""
         self._sampling_start = self._steps

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.distributed.algorithms.join import Joinable
 
 from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.scaling.rules import ScalingRule
@@ -16,6 +17,7 @@ from adascale_worker.scaling.statistics.all_reduce import (
     ReducedStatistics,
     Shards,
     StatisticsAllReduce,
+    joins_without,
 )
 from adascale_worker.scaling.statistics.estimates import (
     StepEstimate,
@@ -29,7 +31,6 @@ from adascale_worker.scaling.statistics.previous_gradient import PreviousGradien
 from adascale_worker.scaling.statistics.reader import GradientReader
 from adascale_worker.scaling.statistics.sharded import sum_over_shards_of
 from adascale_worker.scaling.statistics.steps import StepSettings, StepWeights
-from adascale_worker.torch_private.distributed import is_in_join
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class GradientStatistics:
         )
         self.flags: Sequence[float] = ()
         """Numbers of this rank that are summed over ranks together with the statistics."""
+        self.joinable: Joinable | None = None
+        """The object that represents the statistics in a `Join` context."""
         self._weights: StepWeights | None = None
         self._step_number = 0
         self._is_measuring = False
@@ -216,16 +219,22 @@ class GradientStatistics:
         return StepMeasurement(estimate, flag_sums, statistics.finite)
 
     def is_excluded_from_join(self) -> bool:
-        """Whether the model takes uneven inputs now, so that peers may be without data."""
-        if self.reader.ddp is None or not is_in_join(self.reader.ddp):
+        """Whether the model takes uneven inputs without AdaScale, so that peers may be without data."""
+        if not joins_without(self.reader.ddp, self.joinable):
             return False
         self._warnings.warn(
             "join",
-            "the model takes uneven inputs, in `with model.join():`. AdaScale measures nothing there, since "
-            "its all-reduce would wait for ranks without data. Give each rank as many batches as the others, "
-            "as a DistributedSampler does",
+            "the model takes uneven inputs and AdaScale does not. It measures nothing, since its all-reduce "
+            "would wait for ranks without data. Use `with Join([model, optimizer]):` of "
+            "torch.distributed.algorithms.join instead of `with model.join():`",
         )
         return True
+
+    def join_all_reduce(self) -> None:
+        """Take part in the all-reduce of peers that still have data; they leave the step out."""
+        if self._is_measuring and self._settings.world_size > 1:
+            zeros = torch.zeros(len(self.parameters.groups()), **self.parameters.statistics_options)
+            self._start_all_reduce(LocalStatistics(zeros, zeros, complete=False))
 
     # -- state ------------------------------------------------------------------------------------------
 
