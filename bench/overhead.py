@@ -11,7 +11,8 @@ Printed are the median over all turns of the ratio of step times, with its quart
 processor times, which does not depend on other load.
 
 Contenders: `adascale` (default settings with `model=ddp`, after its first 100 steps), `every step`
-(`sample_every=1`), `without model` (default settings, without `model=`), `fairscale`, `hook` (a plain
+(`sample_every=1`), `without model` (default settings, without `model=`), `observe` (as `adascale`, but the
+optimizer makes plain steps, and AdaScale only measures), `fairscale`, `hook` (a plain
 communication hook in Python that reads each bucket before and after its all-reduce, for comparison), and
 `plain again`, which shows the difference between two equal contenders.
 
@@ -204,12 +205,18 @@ def with_hook(model: DistributedDataParallel, inner: torch.optim.Optimizer) -> A
     return inner
 
 
+def observed(model: DistributedDataParallel, inner: torch.optim.Optimizer) -> Any:
+    AdaScale(inner, model=model, observe=lambda _: None)
+    return inner
+
+
 CONTENDERS: dict[str, Callable[[DistributedDataParallel, torch.optim.Optimizer], Any]] = {
     "plain": lambda _, inner: inner,
     "plain again": lambda _, inner: inner,
     "adascale": lambda model, inner: AdaScale(inner, model=model),
     "every step": lambda model, inner: AdaScale(inner, model=model, sample_every=1),
     "without model": lambda _, inner: AdaScale(inner),
+    "observe": observed,
     "hook": with_hook,
     "fairscale": fairscale,
 }
@@ -248,7 +255,9 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     for network in options.networks:
         steps = {name: stepper(name, network, options.optimizer, device) for name in options.contenders}
         for name, step in steps.items():
-            for _ in range(FIRST_STEPS + MAX_INTERVAL if name in ("adascale", "without model") else 8):
+            for _ in range(
+                FIRST_STEPS + MAX_INTERVAL if name in ("adascale", "without model", "observe") else 8
+            ):
                 step()
         if options.profile:
             counts = {

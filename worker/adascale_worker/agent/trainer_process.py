@@ -199,11 +199,6 @@ class TrainerProcess:
         _thread(self._wait_for_exit, others, reports)
 
     @property
-    def process_ids(self) -> list[int]:
-        """The process ids of all processes of the replica."""
-        return [self.pid, *(each.pid for each in self._others)]
-
-    @property
     def pid(self) -> int:
         """The process id of the child process."""
         return self._first.pid
