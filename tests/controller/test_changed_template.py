@@ -87,6 +87,60 @@ def test_each_new_pod_joins_before_an_old_one_leaves(several: World, spec: Objec
     assert images(world) == {"trainer:3"}
 
 
+def test_no_second_pod_is_deleted_before_the_first_has_left(several: World) -> None:
+    """The operator looks again before the pod that it has deleted has ended, and its agent has left."""
+    world = several
+    edit(world, 2)
+    for _ in range(60):
+        world.run_cycles(1)
+        for _ in range(5):
+            world.deliver()
+            world.cycle()
+        leaving = [raw for raw in world.live_pods if "deletionTimestamp" in raw["metadata"]]
+        assert len(leaving) <= 1
+    assert images(world) == {"trainer:2"}
+    assert active(world).replicas == 3
+
+
+def test_a_pod_waits_for_room_for_its_own_time(several: World) -> None:
+    """The time of an earlier pod of the same change does not count for one that finds no place at once."""
+    world = several
+    world.edit(minReplicas=3)
+    world.run_cycles()
+    edit(world, 2)
+    first = active(world).indices
+    while active(world).indices == first:
+        world.run_cycles(1)
+    world.now += ROOM_TIMEOUT - 3
+    world.node_slots = 3
+    world.run_cycles(2)
+    assert active(world).replicas == 3
+    world.node_slots = 100
+    world.run_cycles(60)
+    assert images(world) == {"trainer:2"}
+
+
+def test_a_quota_that_was_used_up_before_the_change_does_not_count(several: World) -> None:
+    world = several
+    world.edit(minReplicas=3)
+
+    def admit(pod: Object) -> Object:
+        if len(world.live_pods) >= 3 and "generateName" not in pod["metadata"]:
+            raise ApiServerError("pods is forbidden: exceeded quota: gpus", 403, "exceeded quota: gpus")
+        return pod
+
+    world.admit = admit
+    world.edit(spareReplicas=1)
+    world.run_cycles()
+    world.edit(spareReplicas=0)
+    world.run_cycles()
+    world.admit = lambda pod: pod
+    edit(world, 2)
+    counts, _ = replicas_while_replacing(world)
+    assert set(counts) == {3}
+    assert images(world) == {"trainer:2"}
+
+
 def test_without_room_for_one_more_pod_an_old_one_leaves_first(several: World) -> None:
     world = several
     world.node_slots = 3
@@ -94,8 +148,10 @@ def test_without_room_for_one_more_pod_an_old_one_leaves_first(several: World) -
     edit(world, 2)
     world.run_cycles(20)
     assert before < set(world.uids)
-    world.now += ROOM_TIMEOUT
-    counts, _ = replicas_while_replacing(world)
+    counts = []
+    for _ in range(4):
+        world.now += ROOM_TIMEOUT
+        counts += replicas_while_replacing(world)[0]
     assert images(world) == {"trainer:2"}
     assert set(counts) == {2, 3}
     assert active(world).indices == {0, 1, 2}

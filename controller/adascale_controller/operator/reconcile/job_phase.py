@@ -310,7 +310,17 @@ def next_pods(observed: ObservedJob, failed_placement: FailedPlacement | None) -
 
 def room_due(observed: ObservedJob) -> float:
     """Return until when pods of a changed template wait for room, in seconds since 1970."""
-    return _began_at(observed) + ROOM_TIMEOUT if observed.outdated_pods else inf
+    return min(_room_timeouts(observed), default=inf) if observed.outdated_pods else inf
+
+
+def _room_timeouts(observed: ObservedJob) -> list[float]:
+    """Return until when each pod of the new template that has no room waits for it."""
+    problems = ((pod, pod.problem) for pod in _new_pods(observed))
+    return [
+        pod.created_at + ROOM_TIMEOUT
+        for pod, problem in problems
+        if problem is not None and problem.reason in _WITHOUT_ROOM
+    ]
 
 
 def _began_at(observed: ObservedJob) -> float:
@@ -335,15 +345,19 @@ def _lacks_room(observed: ObservedJob) -> bool:
     """Whether there is no room for another pod of the new template beside the others."""
     if not _may_have_spares(observed):
         return True
-    if observed.refusal is not None and observed.refusal.reason is Reason.QUOTA_EXCEEDED:
+    allocation, refusal = observed.current_allocation, observed.refusal
+    lacks_pods = allocation is not None and not observed.live_pods.keys() >= set(allocation.indices)
+    # Without a pod to create, the refusal is that of an earlier time.
+    if lacks_pods and refusal is not None and refusal.reason is Reason.QUOTA_EXCEEDED:
         return True
-    problems = [pod.problem for pod in _new_pods(observed) if pod.problem is not None]
-    has_waited = observed.now >= _began_at(observed) + ROOM_TIMEOUT
-    return has_waited and any(problem.reason in _WITHOUT_ROOM for problem in problems)
+    return any(observed.now >= timeout for timeout in _room_timeouts(observed))
 
 
 def _is_settled(observed: ObservedJob) -> bool:
-    """Whether all replicas that the job is to have train together, and all other pods on nodes are ready."""
+    """Whether all replicas that the job is to have train together, and all other pods on nodes are ready.
+
+    The agent of a pod that was deleted or killed counts as running until it has registered its end.
+    """
     view, training, allocation = observed.view, observed.training, observed.current_allocation
     if training is None or allocation is None or view.desired != allocation:
         return False
@@ -352,9 +366,11 @@ def _is_settled(observed: ObservedJob) -> bool:
         for replica in view.replicas
         if replica.state is ReplicaState.RUNNING and replica.generation == allocation.generation
     }
-    placed = {rank for rank, pod in observed.live_pods.items() if pod.node is not None}
+    live = observed.live_pods
+    have_pods = all(rank in live and live[rank].has_started for rank in training.indices)
+    placed = {rank for rank, pod in live.items() if pod.node is not None}
     are_ready = placed <= training.indices | _ready(observed)
-    return len(running) == allocation.replicas and running == training.indices and are_ready
+    return have_pods and len(running) == allocation.replicas and running == training.indices and are_ready
 
 
 def _has_spares(observed: ObservedJob) -> bool:
