@@ -1,4 +1,4 @@
-"""Validates an AdaScaleJob and reports every error at its field.
+"""Validates an AdaScaleJob and reports all errors of fields, and then those of sizes.
 
 `schema` checks the shape: fields, types and limits. Where all of them are valid, the core checks the values
 against each other; its messages are kept, with its names spelled as in the YAML.
@@ -63,7 +63,7 @@ class FieldError:
 
 
 def validate_document(content: Any) -> AdaScaleJobDocument | list[FieldError]:
-    """Return the document in `content`, or all errors in it."""
+    """Return the document in `content`, or all errors of its fields."""
     errors = _header_errors(content)
     if errors:
         return errors

@@ -100,6 +100,13 @@ def of_processes(
     return count, f"{result.end.reason}: {result.end}"
 
 
+def test_a_run_without_room_for_its_spares_counts_each_failure(tmp_path: Path) -> None:
+    """`adascale run` has fewer spares than the job where there are too few replicas."""
+    ends = [Ended(0, 3), Ended(0, 3)]
+    count, end = of_processes(tmp_path, ends, STARTING, {"spare_replicas": 1}, 0.0)
+    assert (count, end.split(":")[0]) == (2, "ProgramFailed")
+
+
 BACKOFF = "The program has failed {}, backoffLimit ({}) exceeded. Replica {} failed: "
 
 

@@ -30,6 +30,7 @@ from adascale_controller.local.service_process import (
     write_service,
 )
 from adascale_controller.local.state_dir import StateDir, StateDirError, StateLock, running_process
+from support.observed_jobs import report
 
 HOLD = """
 import signal, subprocess, sys, time
@@ -155,6 +156,13 @@ def test_the_history_has_the_exit_codes_of_runs_that_ended(folder: StateDir) -> 
         replace(ended, exit_code=1, ended=1.5, reason="the program failed"),
         killed,
     ]
+
+
+def test_the_end_of_a_run_that_diverged_is_recorded(folder: StateDir) -> None:
+    record_start(folder, RunRecord("default.a", 1.0))
+    record_end(folder, 3, 1.5, "the program failed", replace(report(), loss=1e300))
+    (run,) = read_runs(folder)
+    assert (run.exit_code, run.reason, run.loss) == (3, "the program failed", None)
 
 
 def test_a_line_that_a_crash_cut_off_is_skipped(folder: StateDir) -> None:

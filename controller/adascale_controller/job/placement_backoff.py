@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import inf
 
 from adascale_controller.formatting import duration, plural
+from adascale_controller.job.reasons import Reason
 
 TIMEOUT_TRAINING = 60.0
 """Seconds until a count fails while the job trains. A cluster autoscaler may add nodes in the meantime."""
@@ -41,9 +42,11 @@ class FailedPlacement:
     pause: float  # seconds from the failure to `until`
 
     def __str__(self) -> str:
+        replicas, after = plural(self.count, "replica"), f"next attempt after {duration(self.pause)}"
+        if self.reason == Reason.REPLICA_CHECK_FAILED:
+            return f"{replicas} can not train: {self.message}; {after}"
         return (
-            f"{plural(self.count, 'replica')} could not be scheduled: {self.message}; next attempt after "
-            f"{duration(self.pause)} or when more capacity is available"
+            f"{replicas} could not be scheduled: {self.message}; {after} or when more capacity is available"
         )
 
 

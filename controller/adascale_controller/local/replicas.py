@@ -311,7 +311,7 @@ class Replicas:
     def _count_failures(self, view: JobView, now: float) -> RunResult | None:
         """Count the failures, show a new one, and return the end of the job, if any."""
         desired, before = view.desired, self._counted
-        spares = max(desired.spares if desired is not None else 0, self._job.spare_replicas)
+        spares = desired.spares if desired is not None else 0  # fewer than in the job, where it has a limit
         failures = Failures(before, self._seen, view, desired, spares)
         self._counted = failures.count
         # The service's count begins again at 0 after a step.

@@ -17,7 +17,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import (
+    AfterValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from adascale_controller.local.state_dir import StateDir, StateDirError, replace_file
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
@@ -27,7 +34,16 @@ MAX_NUMBER = 10**12
 """The largest valid time or number of steps. A folder may be that of another program."""
 
 
+def _number_or_none(value: Any, check: ValidatorFunctionWrapHandler) -> float | None:
+    """Return a number that a program has reported; None for one like the loss of a program that diverged."""
+    try:
+        return check(value)  # type: ignore[no-any-return]
+    except ValidationError:
+        return None
+
+
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Reported = Annotated[Number | None, WrapValidator(_number_or_none)]
 Whole = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 
@@ -44,8 +60,8 @@ class RunRecord:
     exit_code: Whole | None = None  # its exit code; None if it runs or was killed
     ended: Number | None = None  # when it ended, in seconds since 1970; None if it runs or was killed
     reason: str = ""  # why it has failed; empty if it has not
-    target: Number | None = None  # the progress at which the program would end; None if unknown
-    loss: Number | None = None  # the last that it has reported; None if there is none
+    target: Reported = None  # the progress at which the program would end; None if unknown
+    loss: Reported = None  # the last that it has reported; None if there is none
 
 
 _RUN_RECORD: Final = TypeAdapter(RunRecord)

@@ -110,8 +110,10 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         status["allocation"] = {"generation": allocation.generation, "replicas": allocation.replicas}
         if allocation.spares:
             status["allocation"]["spares"] = allocation.spares
-            current_spares = current.get("spareReplicas", 0)
-            waiting = observed.service.waiting_spares if observed.service is not None else current_spares
+        if spares := _spares(observed, allocation):
+            waiting = current.get("spareReplicas", 0)
+            if observed.service is not None:
+                waiting = min(observed.service.waiting_spares, spares)
             status["spareReplicas"] = waiting if training else 0
         if allocation.replicas or ended:
             # It counts for `activeDeadlineSeconds`, without the time in which the job was stopped.
@@ -300,13 +302,30 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
     return condition(False, Reason.STARTING, f"Starting on {replicas}")
 
 
+def _effective_limit(job: JobDefinition) -> int | None:
+    """Return the largest count of a job with a replicaLimit, which its smallest count may exceed."""
+    spec = job.spec
+    if job.replica_limit is None:
+        return None
+    fewest = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]
+    return max(job.replica_limit, fewest)
+
+
 def _describe_spares(observed: ObservedJob, allocation: Allocation | None) -> str:
     """Return how many spares wait, and why others do not; empty without spares."""
-    if allocation is None or not allocation.spares or observed.service is None:
+    spares = _spares(observed, allocation)
+    if allocation is None or not spares or observed.service is None:
         return ""
-    waiting, problem = observed.service.waiting_spares, observed.start_problem(allocation.indices)
-    found = f"; {waiting} of {plural(allocation.spares, 'spare')} {'waits' if waiting == 1 else 'wait'}"
-    return found if waiting == allocation.spares or problem is None else f"{found}: {problem.message}"
+    waiting = min(observed.service.waiting_spares, spares)
+    problem = observed.start_problem(allocation.indices)
+    found = f"; {waiting} of {plural(spares, 'spare')} {'waits' if waiting == 1 else 'wait'}"
+    return found if waiting == spares or problem is None else f"{found}: {problem.message}"
+
+
+def _spares(observed: ObservedJob, allocation: Allocation | None) -> int:
+    """Return the number of spares, without the further pod while those of another template are replaced."""
+    job = observed.resource.job
+    return 0 if allocation is None or job is None else min(allocation.spares, job.spare_replicas)
 
 
 def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) -> JobCondition:
@@ -352,7 +371,7 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> JobCon
         target,
         scheduled.decision.feasibility,
         has_passed=observed.now >= due and not observed.program_finished,
-        limit=observed.resource.valid_job.replica_limit,
+        limit=_effective_limit(observed.resource.valid_job),
     )
     if outlook is None:
         before = condition_of(observed.resource.status, kind)
