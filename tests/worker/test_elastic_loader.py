@@ -121,6 +121,16 @@ def test_processes_of_torchrun_that_are_killed_train_each_sample_once(tmp_path: 
     assert set(Counter(seen[:1000]).values()) == {1}
 
 
+def test_groups_of_similar_length_do_not_depend_on_the_batch_size() -> None:
+    data, lengths = list(range(96)), [(7 * number) % 50 for number in range(96)]
+    first = ElasticDataLoader(data, 4, lengths=lengths, group_size=8)
+    seen = [number for batch in islice(first, 6) for number in batch.tolist()]
+    second = ElasticDataLoader(data, 8, lengths=lengths, group_size=8)
+    second.load_state_dict(first.state_dict())
+    seen += [number for batch in islice(second, 9) for number in batch.tolist()]
+    assert sorted(seen) == data
+
+
 def test_worker_processes_load_ahead_of_the_position() -> None:
     runs = [(2, 9, True), (1, 20, False)]
     data = list(range(SAMPLES))
@@ -147,7 +157,8 @@ def test_a_position_is_all_that_a_data_set_needs() -> None:
         ),
         ({"batch_size": 2, "rank": 2, "world_size": 2}, ValueError, "got rank=2: .* from 0 to 1"),
         ({"batch_size": 2, "rank": 0}, ValueError, "got rank=0 and world_size=None: pass both, or neither"),
-        ({"batch_size": 2, "drop_last": True}, DatasetError, "got drop_last"),
+        ({"batch_size": 2, "drop_last": True}, DatasetError, "ElasticDataLoader got drop_last"),
+        ({"batch_size": 2, "in_order": False}, DatasetError, "ElasticDataLoader got in_order"),
         ({"batch_size": 2, "dataset": []}, DatasetError, "has 0 samples"),
         (
             {"batch_size": 2, "dataset": Stream(has_state=True), "position": 4},
@@ -162,6 +173,7 @@ def test_a_position_is_all_that_a_data_set_needs() -> None:
         "rank",
         "rank alone",
         "drop_last",
+        "in_order",
         "no samples",
         "place of a stream",
         "iterator",

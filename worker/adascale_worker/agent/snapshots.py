@@ -155,9 +155,14 @@ class SnapshotServer:
 
     def _serve(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # too many open files, for example
+                time.sleep(RECONNECT)
+                continue
+            # What another process sends ends its connection only.
             with (
-                contextlib.suppress(OSError),
+                contextlib.suppress(OSError, ValueError, TypeError, KeyError),
                 connection,
                 contextlib.closing(SnapshotChannel(connection, self._key())) as channel,
             ):

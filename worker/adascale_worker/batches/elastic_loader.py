@@ -19,6 +19,11 @@ from adascale_worker.batches.records import StreamOptions
 from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace
 from adascale_worker.errors import DatasetError
 
+_REFUSED = frozenset(
+    {"sampler", "batch_sampler", "drop_last", "generator", "in_order", "shards", "exactly_once"}
+)
+"""Options of DataLoader, and of `ElasticTrainer.dataloader`, that it does not have."""
+
 
 class ElasticDataLoader:
     """Yields the batches of this rank without end, from a position on.
@@ -37,7 +42,9 @@ class ElasticDataLoader:
         position: samples that all ranks have trained before. For a stream, use `load_state_dict`.
         seed: determines the order; the same on all ranks and in all runs.
         shuffle: whether each pass has another order. A stream has its own.
-        order, lengths, map, shuffle_buffer: as of `ElasticTrainer.dataloader`.
+        order, map, shuffle_buffer: as of `ElasticTrainer.dataloader`.
+        lengths: the length of each sample; those of similar length come in groups of `group_size`.
+        group_size: as `seed`, the same in all runs.
         **options: options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
 
     Raises:
@@ -57,6 +64,7 @@ class ElasticDataLoader:
         shuffle: bool = True,
         order: OrderFunction | None = None,
         lengths: Lengths | None = None,
+        group_size: int = 32,
         map: Callable[[Any], Any] | None = None,  # noqa: A002
         shuffle_buffer: int = 0,
         **options: Any,
@@ -64,12 +72,18 @@ class ElasticDataLoader:
         self._rank, ranks = _rank_and_size(rank, world_size)
         _require(batch_size, "batch_size", 1, "the samples of one rank in a step")
         _require(position, "position", 0, "the samples that all ranks have trained before")
+        _require(group_size, "group_size", 1, "the samples of similar length that come together")
+        if refused := _REFUSED.intersection(options):
+            raise DatasetError(
+                f"ElasticDataLoader got {', '.join(sorted(refused))}, which would change the samples or "
+                "their order: leave it out. order= chooses the samples of each pass"
+            )
         self._plan = BatchPlan(ranks, batch_size)
         self._dataset, self._options, self._seed, self._position = dataset, options, seed, position
         stream = stream_options(dataset, None, order, lengths, StreamOptions(map, shuffle_buffer), options)
         self._samples: SampleSequence | None = None
         if stream is None:
-            made = order_of(dataset, shuffle, order, lengths, seed=seed, group=batch_size, number=0)
+            made = order_of(dataset, shuffle, order, lengths, seed=seed, group=group_size, number=0)
             self._samples = SampleSequence(made.length, seed, order=made)
             return
         require_repeatable(dataset)

@@ -453,7 +453,8 @@ class Exchange:
             count, _, first = text.partition(" ")
             parts = [first]
             for number in range(1, int(count)):
-                parts += self.read(f"{kind}/{number}", [rank], taking_part=[rank]).values()
+                # They were posted before the first. They are gone if rank 0 has not waited for this reader.
+                parts += self.read(f"{kind}/{number}", [rank]).values()
             if len(parts) == int(count):
                 found[rank] = "".join(parts)
         return found

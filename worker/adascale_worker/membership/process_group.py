@@ -467,7 +467,8 @@ class ReplicaGroup:
             raise PeersLostError
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            # What an aborted collective on a GPU has "received" cannot be decoded.
             if self.is_failure(error):
                 raise PeersLostError from error
             raise

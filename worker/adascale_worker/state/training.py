@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.shards import KEY, Division, Shards
@@ -91,6 +92,12 @@ class TrainingState:
         """
         if self._group.has_mesh:
             state = self._distributed(state)
+        parts = (*self._trainer, "program", "parameters", "trained")
+        if missing := [name for name in parts if name not in state]:
+            raise UnusableCheckpointError(
+                f"the saved state lacks {', '.join(missing)}: another version of adascale-operator has saved "
+                "it. Continue with that version, or with an empty checkpoint folder"
+            )
         for name, part in self._trainer.items():
             part.load_state_dict(state[name])
         load_model(self.program.model, state["program"]["model"])
