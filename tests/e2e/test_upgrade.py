@@ -202,11 +202,11 @@ def test_the_service_is_updated_under_running_agents_and_set_back_and_their_chec
     service.replaced_by(ROOT)
     step = job.trains_on(1)
     job.stop()
-    # The state of AdaScale has another form since then.
+    # The state has other parts since then.
     job.start_agents(ROOT, 1)
     (updated,) = job.agents
     assert updated.wait() != 0
-    assert "load it with the release that saved it" in updated.log.read_text()
+    assert "another version of adascale-operator has saved it" in updated.log.read_text()
     assert "Traceback" not in updated.log.read_text()
     job.agents.clear()
     job.start_agents(before, 1)
