@@ -183,7 +183,7 @@ OTHERS: list[Attributes] = [
     ("", "secrets", "update", "another"),
     ("", "secrets", "delete", names.AUTHORITY),
 ]
-NODES: list[Attributes] = [("", "nodes", verb, "") for verb in ("get", "list", "watch")]
+NODES: list[Attributes] = [("", "nodes", verb, "") for verb in ("list", "watch")]
 REVIEW: Attributes = ("authentication.k8s.io", "tokenreviews", "create", "")
 NOT_OF_SERVICE: list[Attributes] = [
     ("", "secrets", "get", ""),
