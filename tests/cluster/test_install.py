@@ -165,7 +165,7 @@ CONTROLLER_MAY_NOT: list[Attributes] = [
 LEASE: list[Attributes] = [
     ("coordination.k8s.io", "leases", "create", ""),
     ("coordination.k8s.io", "leases", "get", names.CONTROLLER),
-    ("coordination.k8s.io", "leases", "patch", names.CONTROLLER),
+    ("coordination.k8s.io", "leases", "update", names.CONTROLLER),
 ]
 CERTIFICATES: list[Attributes] = [
     ("", "secrets", "create", ""),
