@@ -94,6 +94,8 @@ def test_no_second_pod_is_deleted_before_the_first_has_left(several: World) -> N
     for _ in range(60):
         world.run_cycles(1)
         for _ in range(5):
+            for name in list(world.agents):
+                world.run_agent(name)
             world.deliver()
             world.cycle()
         leaving = [raw for raw in world.live_pods if "deletionTimestamp" in raw["metadata"]]

@@ -273,9 +273,9 @@ def replacement_spares(observed: ObservedJob, ranks: range) -> int:
         return 0
     active = observed.view.active
     members = active.indices if active is not None else frozenset()
-    # Without room, the further pod trains until the others have joined.
-    is_left = _has_further_pod(observed) and max(members, default=0) >= ranks.stop
-    is_left = is_left and not (members | _ready(observed)).issuperset(ranks)
+    # The further pod stays until the others have joined. A pod that was deleted may still be a member.
+    joined = (members | _ready(observed)) & observed.live_pods.keys()
+    is_left = _has_further_pod(observed) and not joined.issuperset(ranks)
     return int(is_left or any(pod.rank in ranks for pod in observed.outdated_pods))
 
 
