@@ -137,7 +137,12 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     template["spec"]["containers"][0]["env"].append({"name": "ANOTHER", "value": "template"})
     job.edit(template=template)
 
-    wait_until(lambda: job.uids().get(0, before) != before, "another pod", patience=90)
+    def is_replaced() -> bool:
+        """Whether the further pod, which has trained meanwhile, has left too."""
+        uids = job.uids()
+        return uids.keys() == {0} and uids[0] != before
+
+    wait_until(is_replaced, "another pod", patience=180)
     job.wait_until_training(1, timeout=180)
     assert job.run_in(0, "import os; print(os.environ['ANOTHER'])").strip() == "template"
     assert job.entered() >= step >= entered
@@ -147,7 +152,9 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     job.kubectl("wait", "--for=condition=Complete", "asj/paced", "--timeout=120s", timeout=140)
     status = job.status()
     assert (status["state"], status["progressText"]) == ("Complete", "100%")
-    assert (status["disruptions"], status["failures"], status["restarts"]) == (1, 0, 1)
+    # The pod of the template before has left, and then the further pod.
+    assert status["failures"] == 0
+    assert status["disruptions"] == status["restarts"] <= 2
     assert "enters generation" in job.logs()
     job.edit(ttlSecondsAfterFinished=1)
     wait_until(lambda: not exists(job.raw), "the job's end")
