@@ -158,8 +158,8 @@ def test_pods_of_an_edited_template_replace_the_others_one_by_one(workspace: Wor
     job.edit(template={"spec": {**template["spec"], "containers": [changed]}})
 
     def has_new_pods() -> bool:
-        uids = set(job.uids().values())
-        return len(uids) == 2 and not uids & before
+        uids = job.uids()
+        return uids.keys() == {0, 1} and not before.intersection(uids.values())
 
     wait_until(has_new_pods, "two pods of the new template", patience=180)
     job.wait_until_training(2)
