@@ -21,7 +21,6 @@ from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display
 from adascale_controller.local.machine import cpu_cores, default_replica_limit
 from adascale_controller.local.state_dir import StateDir, replace_file
-from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import AdaScaleError
 
 
@@ -63,7 +62,7 @@ def replica_limit(job: JobDefinition, requested: int | None, devices: Sequence[s
     if not requested:
         machine = plural(len(devices), "GPU") if devices else f"{plural(cpu_cores(), 'core')} and no GPU"
         source = f"the default on this machine, with {machine}, is {limit}"
-    fewest = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]
+    fewest = job.core_replicas
     needs = f"{job.short_id} needs at least {plural(fewest, 'replica')}"
     if fewest > limit:
         raise ReplicaLimitError(

@@ -12,16 +12,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.feed import order_of, require_repeatable, stream_options
+from adascale_worker.batches.feed import CHOSEN_BY_TRAINER, order_of, require_repeatable, stream_options
 from adascale_worker.batches.micro_batches import MicroBatches
 from adascale_worker.batches.order import Lengths, OrderFunction, SampleSequence
 from adascale_worker.batches.records import StreamOptions
 from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace
 from adascale_worker.errors import DatasetError
 
-_REFUSED = frozenset(
-    {"sampler", "batch_sampler", "drop_last", "generator", "in_order", "shards", "exactly_once"}
-)
+_REFUSED = CHOSEN_BY_TRAINER | {"in_order", "shards", "exactly_once"}
 """Options of DataLoader, and of `ElasticTrainer.dataloader`, that it does not have."""
 
 
@@ -80,7 +78,7 @@ class ElasticDataLoader:
             )
         self._plan = BatchPlan(ranks, batch_size)
         self._dataset, self._options, self._seed, self._position = dataset, options, seed, position
-        stream = stream_options(dataset, None, order, lengths, StreamOptions(map, shuffle_buffer), options)
+        stream = stream_options(dataset, None, order, lengths, StreamOptions(map, shuffle_buffer))
         self._samples: SampleSequence | None = None
         if stream is None:
             made = order_of(dataset, shuffle, order, lengths, seed=seed, group=group_size, number=0)

@@ -49,7 +49,7 @@ _IN_WORDS = {STREAM: "is a stream", SHARDS: "is a stream of shards"}
 Load = Callable[[int, BatchPlan], LoadedBatches]
 """Loads micro-batches, from a position in the samples of all replicas on, by a batch plan."""
 
-_CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})
+CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})
 """Arguments of DataLoader that choose the batches."""
 
 _RANDOM_ORDER = (
@@ -132,8 +132,10 @@ class DataFeed:
 
         Calls of that are collective, and each is followed by `compare`. See `ElasticTrainer.dataloader`.
         """
+        if conflicting := CHOSEN_BY_TRAINER & set(options):
+            raise DatasetError(_refusal(conflicting, options))
         stream = stream_options(
-            dataset, shards, order, lengths, StreamOptions(map, shuffle_buffer, exactly_once), options
+            dataset, shards, order, lengths, StreamOptions(map, shuffle_buffer, exactly_once)
         )
         if stream is not None:
             return self._open_stream(dataset, shards, stream, options, shuffle)
@@ -450,7 +452,7 @@ class DataFeed:
 
 def require_evaluable(dataset: Sized, options: dict[str, Any]) -> None:
     """Check a data set for evaluation, and the arguments for DataLoader."""
-    if conflicting := _CHOSEN_BY_TRAINER & set(options):
+    if conflicting := CHOSEN_BY_TRAINER & set(options):
         raise DatasetError(
             f"evaluation() got {', '.join(sorted(conflicting))}, but the trainer chooses the batches: pass "
             "batch_size alone, or use a DataLoader of your own on each replica"
@@ -534,11 +536,8 @@ def stream_options(
     order: OrderFunction | None,
     lengths: Lengths | None,
     stream: StreamOptions,
-    options: dict[str, Any],  # of DataLoader
 ) -> StreamOptions | None:
     """Return how a stream is read; None if the data set has items by index."""
-    if conflicting := _CHOSEN_BY_TRAINER & set(options):
-        raise DatasetError(_refusal(conflicting, options))
     kind = type(dataset).__name__
     if shards is not None:
         if type(shards) is not int or shards < 1:

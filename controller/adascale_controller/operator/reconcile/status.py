@@ -25,7 +25,6 @@ from adascale_controller.operator.types.kubernetes import (
     timestamp,
 )
 from adascale_core import names
-from adascale_core.batch.plans import is_valid_replicas, require_valid_replicas
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.job_summary import JobStateName
@@ -302,15 +301,6 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
     return condition(False, Reason.STARTING, f"Starting on {replicas}")
 
 
-def _effective_limit(job: JobDefinition) -> int | None:
-    """Return the largest count of a job with a replicaLimit, which its smallest count may exceed."""
-    spec = job.spec
-    if job.replica_limit is None:
-        return None
-    fewest = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]
-    return max(job.replica_limit, fewest)
-
-
 def _describe_spares(observed: ObservedJob, allocation: Allocation | None) -> str:
     """Return how many spares wait, and why others do not; empty without spares."""
     spares = _spares(observed, allocation)
@@ -362,7 +352,8 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> JobCon
     kind, due = ConditionType.DEADLINE_FEASIBLE, observed.resource.deadline
     if due is None:
         return None
-    target = f"completionDeadlineSeconds ({observed.resource.valid_job.completion_deadline_seconds})"
+    job = observed.resource.valid_job
+    target = f"completionDeadlineSeconds ({job.completion_deadline_seconds})"
     if scheduled.assessment.ended:
         if scheduled.phase is JobPhase.COMPLETE and _ended_at(observed, scheduled) <= due:
             return JobCondition(kind, True, Reason.DEADLINE_MET, f"Complete within {target}")
@@ -371,7 +362,8 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> JobCon
         target,
         scheduled.decision.feasibility,
         has_passed=observed.now >= due and not observed.program_finished,
-        limit=_effective_limit(observed.resource.valid_job),
+        # Its smallest count may exceed its replicaLimit.
+        limit=None if job.replica_limit is None else max(job.replica_limit, job.core_replicas),
     )
     if outlook is None:
         before = condition_of(observed.resource.status, kind)
@@ -442,12 +434,9 @@ def _state(conditions: list[JobCondition], scheduled: ScheduledJob) -> JobStateN
 
 def replica_limit_problem(job: JobDefinition) -> str | None:
     """Return a message about a limit below the smallest valid count. None if there is no such limit."""
-    spec, limit = job.spec, job.replica_limit
-    if not limit or any(
-        is_valid_replicas(spec.bounds, count) for count in range(spec.min_replicas, limit + 1)
-    ):
+    limit, fewest = job.replica_limit, job.core_replicas
+    if not limit or limit >= fewest:
         return None
-    fewest = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]
     return (
         f"spec.replicaLimit is {limit}, but the job needs at least {plural(fewest, 'replica')}, so the limit "
         f"is {fewest}: raise spec.replicaLimit to {fewest} or more, lower spec.minReplicas, or set "

@@ -34,8 +34,8 @@ def sum_over_shards_of(model: nn.Module | None) -> Callable[[Tensor], None] | No
     """Return a function that adds a tensor up over the ranks that `fully_shard` uses; None without it."""
     if model is None or not is_fully_sharded(model):
         return None
-    meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
-    ranks = meshes[0].get_group(meshes[0].ndim - 1)
+    mesh = next(each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh"))
+    ranks = mesh.get_group(mesh.ndim - 1)
 
     def add(tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=ranks)
