@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,24 +20,70 @@ JobFile = Annotated[
 ]
 
 
+def option(*flags: str, **settings: Any) -> Any:
+    """Return an option without a type or a default in the help, where the text says what they are."""
+    return typer.Option(*flags, **{"metavar": "", "show_default": False, **settings})
+
+
 StateRoot = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--state-dir",
         metavar="DIR",
         help="The state folder of the run, or a folder of state folders. Default: those of all your runs on "
         "this machine.",
-        show_default=False,
     ),
 ]
 ServiceUrl = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--url",
         metavar="URL",
         envvar=names.ENV_API_URL,
         help="The address of the metrics service. Default: that of the run in --state-dir.",
-        show_default=False,
+    ),
+]
+
+
+CLUSTER_PANEL = "Options for a Kubernetes cluster"
+"""The heading of these options in the help."""
+ENV_SYSTEM_NAMESPACE = "ADASCALE_SYSTEM_NAMESPACE"
+"""The default of `--system-namespace`."""
+cluster_option = partial(option, rich_help_panel=CLUSTER_PANEL)
+Cluster = Annotated[
+    bool,
+    cluster_option(
+        "--cluster",
+        help="The job is on the Kubernetes cluster of the kubeconfig, and not on this machine. Each of the "
+        "options below but --system-namespace means this too.",
+    ),
+]
+Namespace = Annotated[
+    str | None,
+    cluster_option(
+        "--namespace", "-n", metavar="NAME", help="The job's namespace. Default: that of the context."
+    ),
+]
+Context = Annotated[
+    str | None,
+    cluster_option(
+        "--context", metavar="NAME", help="The context of the kubeconfig. Default: its current context."
+    ),
+]
+Kubeconfig = Annotated[
+    Path | None,
+    cluster_option(
+        "--kubeconfig", metavar="FILE", help="The kubeconfig. Default: $KUBECONFIG, or else ~/.kube/config."
+    ),
+]
+SystemNamespace = Annotated[
+    str,
+    typer.Option(
+        "--system-namespace",
+        metavar="NAME",
+        envvar=ENV_SYSTEM_NAMESPACE,
+        help="The namespace of the metrics service.",
+        rich_help_panel=CLUSTER_PANEL,
     ),
 ]
 

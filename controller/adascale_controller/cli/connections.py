@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
 from adascale_controller.cluster.api import Api, ClusterTarget
@@ -29,62 +26,6 @@ from adascale_core.job_id import parse_job_id
 
 PLUGIN = "kubectl adascale"
 """The name of the command line as a plugin of kubectl."""
-CLUSTER_PANEL = "Options for a Kubernetes cluster"
-"""The heading of these options in the help."""
-ENV_SYSTEM_NAMESPACE = "ADASCALE_SYSTEM_NAMESPACE"
-"""The default of `--system-namespace`."""
-Cluster = Annotated[
-    bool,
-    typer.Option(
-        "--cluster",
-        metavar="",
-        help="The job is on the Kubernetes cluster of the kubeconfig, and not on this machine. Each of the "
-        "options below but --system-namespace means this too.",
-        show_default=False,
-        rich_help_panel=CLUSTER_PANEL,
-    ),
-]
-Namespace = Annotated[
-    str | None,
-    typer.Option(
-        "--namespace",
-        "-n",
-        metavar="NAME",
-        help="The job's namespace. Default: that of the context.",
-        show_default=False,
-        rich_help_panel=CLUSTER_PANEL,
-    ),
-]
-Context = Annotated[
-    str | None,
-    typer.Option(
-        "--context",
-        metavar="NAME",
-        help="The context of the kubeconfig. Default: its current context.",
-        show_default=False,
-        rich_help_panel=CLUSTER_PANEL,
-    ),
-]
-Kubeconfig = Annotated[
-    Path | None,
-    typer.Option(
-        "--kubeconfig",
-        metavar="FILE",
-        help="The kubeconfig. Default: $KUBECONFIG, or else ~/.kube/config.",
-        show_default=False,
-        rich_help_panel=CLUSTER_PANEL,
-    ),
-]
-SystemNamespace = Annotated[
-    str,
-    typer.Option(
-        "--system-namespace",
-        metavar="NAME",
-        envvar=ENV_SYSTEM_NAMESPACE,
-        help="The namespace of the metrics service.",
-        rich_help_panel=CLUSTER_PANEL,
-    ),
-]
 
 
 def client_at(url: str) -> MetricsServiceClient:

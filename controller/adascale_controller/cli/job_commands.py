@@ -16,17 +16,19 @@ from typing import Annotated
 import typer
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller.cli.arguments import JobName, Output, OutputFormat, ServiceUrl, StateRoot
-from adascale_controller.cli.connections import (
+from adascale_controller.cli.arguments import (
     Cluster,
     Context,
+    JobName,
     Kubeconfig,
     Namespace,
+    Output,
+    OutputFormat,
+    ServiceUrl,
+    StateRoot,
     SystemNamespace,
-    connect,
-    open_cluster,
-    select_cluster,
 )
+from adascale_controller.cli.connections import connect, open_cluster, select_cluster
 from adascale_controller.cluster.api import ClusterAccessError, ClusterTarget
 from adascale_controller.explanations import render_decision
 from adascale_controller.formatting import OutputConsole

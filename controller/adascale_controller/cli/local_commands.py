@@ -13,13 +13,7 @@ from typing import Annotated
 
 import typer
 
-from adascale_controller.cli.arguments import (
-    JobFile,
-    JobName,
-    Output,
-    OutputFormat,
-    StateRoot,
-)
+from adascale_controller.cli.arguments import JobFile, JobName, Output, OutputFormat, StateRoot, option
 from adascale_controller.formatting import OutputConsole, count, plural
 from adascale_controller.job_overview import render_list
 from adascale_controller.job_preview import describe_deadline, render_valid_replicas
@@ -92,52 +86,46 @@ def run(
     file: JobFile,
     replicas: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--replicas",
             "-r",
             metavar="N",
             min=1,
             help="The most replicas at once, spares included. Default: the number of GPUs, or without a "
             f"GPU the number of CPU cores, but at least {MIN_CPU_REPLICAS}.",
-            show_default=False,
         ),
     ] = None,
     until: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--until",
             metavar="STEPS",
             min=1,
             help="Save and stop at this progress, even if spec.scaleInvariantSteps is higher.",
-            show_default=False,
         ),
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--state-dir",
             metavar="DIR",
             help="The folder for checkpoints, logs and metrics. Default: .adascale/<namespace>.<name>.",
-            show_default=False,
         ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--port",
             metavar="PORT",
             min=0,
             max=65535,
             help=f"The port of the metrics service; 0 for any free port. Default: {names.DEFAULT_API_PORT}, "
             "or any free port if that is in use.",
-            show_default=False,
         ),
     ] = None,
     fresh: Annotated[
         bool,
-        typer.Option(
-            "--fresh", metavar="", help="Delete the saved state and start over.", show_default=False
-        ),
+        option("--fresh", help="Delete the saved state and start over."),
     ] = False,
 ) -> None:
     """Train a job on this machine.
@@ -154,14 +142,13 @@ def ui(
     state_dir: StateRoot = None,
     port: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--port",
             metavar="PORT",
             min=0,
             max=65535,
             help=f"The port of the page; 0 for any free port. Default: {names.DEFAULT_API_PORT}, or any free "
             "port if that is in use.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -243,9 +230,7 @@ def logs(
     ] = 0,
     follow: Annotated[
         bool,
-        typer.Option(
-            "--follow", "-f", metavar="", help="Print new output until the run ends.", show_default=False
-        ),
+        option("--follow", "-f", help="Print new output until the run ends."),
     ] = False,
     tail: Annotated[
         int,
@@ -280,14 +265,7 @@ def scale(
     job: JobName,
     replicas: Annotated[
         int,
-        typer.Option(
-            "--replicas",
-            "-r",
-            metavar="N",
-            min=0,
-            help="The most replicas at once; 0 stops the job.",
-            show_default=False,
-        ),
+        option("--replicas", "-r", metavar="N", min=0, help="The most replicas at once; 0 stops the job."),
     ],
     state_dir: StateRoot = None,
 ) -> None:
@@ -328,12 +306,8 @@ def rm(
         list[str],
         typer.Argument(metavar="JOB...", help="The jobs' names, or <namespace>.<name>.", show_default=False),
     ],
-    keep_checkpoints: Annotated[
-        bool, typer.Option("--keep-checkpoints", metavar="", help="Keep the checkpoints.", show_default=False)
-    ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", metavar="", help="Do not ask.", show_default=False)
-    ] = False,
+    keep_checkpoints: Annotated[bool, option("--keep-checkpoints", help="Keep the checkpoints.")] = False,
+    yes: Annotated[bool, option("--yes", "-y", help="Do not ask.")] = False,
     state_dir: StateRoot = None,
 ) -> None:
     """Delete jobs that do not run: reports, logs, checkpoints, and their place in the list.

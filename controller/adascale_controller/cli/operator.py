@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from adascale_controller.cli.arguments import Fairness
+from adascale_controller.cli.arguments import Fairness, option
 from adascale_core import names
 from adascale_core.errors import requires_extra
 
@@ -38,13 +38,12 @@ def _parse_secret(text: str | None) -> tuple[str, str] | None:
 def operator(
     identity: Annotated[
         str,
-        typer.Option(
+        option(
             "--identity",
             metavar="NAME",
             envvar="POD_NAME",
             default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}",
             help="The name of this operator in the lease. Default: the host name and the process id.",
-            show_default=False,
         ),
     ],
     api_url: Annotated[
@@ -53,50 +52,41 @@ def operator(
     ] = f"http://{names.API_SERVICE}.{names.SYSTEM_NAMESPACE}.svc:{names.DEFAULT_API_PORT}",
     pod_api_url: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--pod-api-url",
             metavar="URL",
             help="The address of the metrics service for pods. Default: that of --api-url.",
-            show_default=False,
         ),
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--token-file",
             metavar="PATH",
             envvar=names.ENV_TOKEN_FILE,
             help="The file with the operator's token for the metrics service, which is read for each call.",
-            show_default=False,
         ),
     ] = None,
     namespace: Annotated[
         str | None,
-        typer.Option(
-            "--namespace",
-            metavar="NAME",
-            help="The only namespace to watch. Default: all namespaces.",
-            show_default=False,
-        ),
+        option("--namespace", metavar="NAME", help="The only namespace to watch. Default: all namespaces."),
     ] = None,
     lease_namespace: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--lease-namespace",
             metavar="NAME",
             help="The namespace of the Lease for leader election. Default: that of --namespace. Without "
             "both, or if it is empty: no leader election.",
-            show_default=False,
         ),
     ] = None,
     liveness: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--liveness",
             metavar="HOST:PORT",
             help="The address that serves GET /healthz and /metrics, :PORT for all addresses. Default: not "
             "served.",
-            show_default=False,
         ),
     ] = None,
     accelerator_label: Annotated[
@@ -128,12 +118,11 @@ def operator(
     ] = False,
     tls_secret: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--tls-secret",
             metavar="NAMESPACE/NAME",
             help="The Secret with the certificate of the metrics service (tls.crt, tls.key) and that of its "
             "authority (ca.crt), which pods get. The operator makes it, and renews it.",
-            show_default=False,
         ),
     ] = None,
     tls_external: Annotated[

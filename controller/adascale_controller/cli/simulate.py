@@ -13,7 +13,7 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from adascale_controller.cli.arguments import Fairness, Output, OutputFormat
+from adascale_controller.cli.arguments import Fairness, Output, OutputFormat, option
 from adascale_controller.cli.connections import client_at
 from adascale_controller.formatting import OutputConsole, duration, percent, significant
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
@@ -77,11 +77,10 @@ def simulate_workload(
     output: OutputFormat = Output.TEXT,
     from_service: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--from-service",
             metavar="URL",
             help="Replay the jobs of a metrics service, and save them as WORKLOAD if that is given.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
