@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any
 
 from adascale_controller.schema import (
-    DEFAULT_ACCESS_MODE,
-    DEFAULT_STORAGE,
     AdaScaleJobDocument,
+    AdaScaleJobSpec,
+    Checkpoint,
     Container,
+    Opportunistic,
     PodTemplateSpec,
     worker_name,
 )
@@ -20,29 +22,6 @@ from adascale_core.checkpoint_manifest import normalized_url
 from adascale_core.job_id import job_id
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.placement.replica_gpus import requested_gpus
-
-
-@dataclass(frozen=True)
-class CheckpointSettings:
-    """Where a job's state is saved, and how often."""
-
-    claim_name: str | None = None  # on a cluster only; a local run uses its state folder instead
-    path: str | None = None
-    url: str | None = None  # without the job's id
-    credentials_secret: str | None = None  # on a cluster only
-    # of the claim that the operator creates if no claim, path or URL is given; None for the cluster's default
-    storage: str = DEFAULT_STORAGE
-    storage_class_name: str | None = None
-    access_mode: str = DEFAULT_ACCESS_MODE
-    interval_seconds: float = names.DEFAULT_CHECKPOINT_INTERVAL
-
-
-@dataclass(frozen=True)
-class OpportunisticSettings:
-    """How replicas beyond the smallest count run."""
-
-    priority_class_name: str
-    queue_name: str | None = None  # the LocalQueue of Kueue that admits them
 
 
 @dataclass(frozen=True)
@@ -65,12 +44,12 @@ class JobDefinition:
     completion_deadline_seconds: int | None = None  # a target, after the creation of the job
     step_timeout_seconds: int | None = None  # without a step, until the replica behind restarts
     ttl_seconds_after_finished: int | None = None
-    checkpoint: CheckpointSettings = CheckpointSettings()
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     # descriptions of the environment variables that only a cluster can resolve
     cluster_only_env: tuple[str, ...] = ()
     gpus: int = 0  # of a replica
     request_nodes: bool | None = None  # None for the setting of the operator
-    opportunistic: OpportunisticSettings | None = None
+    opportunistic: Opportunistic | None = None
 
     @property
     def core_replicas(self) -> int:
@@ -90,56 +69,26 @@ class JobDefinition:
 
 def to_job(document: AdaScaleJobDocument) -> JobDefinition:
     """Return the job that a valid document specifies."""
-    spec, checkpoint = document.spec, document.spec.checkpoint
-    container = worker_container(spec.template)
-    bounds = spec.local_bsz_bounds
+    container, bounds = worker_container(document.spec.template), document.spec.local_bsz_bounds
+    sizes = _members_of(JobSpec, document.spec)
+    sizes["local_bsz_bounds"] = (bounds.lower, bounds.upper) if bounds else None
     return JobDefinition(
+        **_members_of(JobDefinition, document.spec),
         id=job_id(document.metadata.name, document.metadata.namespace),
-        spec=JobSpec(
-            batch_size=spec.batch_size,
-            max_batch_size=spec.max_batch_size,
-            local_bsz_bounds=(bounds.lower, bounds.upper) if bounds else None,
-            min_replicas=spec.min_replicas,
-            max_replicas=spec.max_replicas,
-            scale_invariant_steps=spec.scale_invariant_steps,
-            train_samples=spec.train_samples,
-            efficiency_target=spec.efficiency_target,
-            elastic_single_replica=spec.elastic_single_replica,
-            processes_per_replica=spec.processes_per_replica,
-        ),
+        spec=JobSpec(**sizes),
         command=(*container.command, *container.args) if container.command else (),
         env=MappingProxyType(
             {variable.name: variable.value or "" for variable in container.env if variable.value_from is None}
         ),
         working_dir=container.working_dir,
-        spare_replicas=spec.spare_replicas,
-        replica_limit=spec.replica_limit,
-        suspend=spec.suspend,
-        backoff_limit=spec.backoff_limit,
-        max_restarts_without_progress=spec.max_restarts_without_progress,
-        active_deadline_seconds=spec.active_deadline_seconds,
-        completion_deadline_seconds=spec.completion_deadline_seconds,
-        step_timeout_seconds=spec.step_timeout_seconds,
-        ttl_seconds_after_finished=spec.ttl_seconds_after_finished,
-        checkpoint=CheckpointSettings(
-            claim_name=checkpoint.claim_name,
-            path=checkpoint.path,
-            url=checkpoint.url,
-            credentials_secret=checkpoint.credentials_secret,
-            storage=DEFAULT_STORAGE if checkpoint.storage is None else str(checkpoint.storage),
-            storage_class_name=checkpoint.storage_class_name,
-            access_mode=checkpoint.access_mode or DEFAULT_ACCESS_MODE,
-            interval_seconds=checkpoint.interval_seconds,
-        ),
         cluster_only_env=tuple(_cluster_only_env(container)),
-        request_nodes=spec.request_nodes,
-        opportunistic=OpportunisticSettings(
-            spec.opportunistic.priority_class_name, spec.opportunistic.queue_name
-        )
-        if spec.opportunistic is not None
-        else None,
         gpus=requested_gpus((container.model_extra or {}).get("resources")),
     )
+
+
+def _members_of(record: type[JobDefinition | JobSpec], spec: AdaScaleJobSpec) -> dict[str, Any]:
+    """Return the fields of a record that a spec has by the same names."""
+    return {each.name: getattr(spec, each.name) for each in fields(record) if hasattr(spec, each.name)}
 
 
 def worker_container(template: PodTemplateSpec) -> Container:

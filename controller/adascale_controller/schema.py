@@ -19,19 +19,6 @@ from pydantic_core import PydanticCustomError
 from adascale_core import names
 from adascale_core.batch.plans import AUTO, Auto
 from adascale_core.job_id import InvalidJobIdError, job_id
-from adascale_core.names import (
-    DEFAULT_BACKOFF_LIMIT,
-    DEFAULT_CHECKPOINT_INTERVAL,
-    DEFAULT_EFFICIENCY_TARGET,
-    DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES,
-    DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
-    DEFAULT_NAMESPACE,
-    MAX_BATCH_SIZE,
-    MAX_NAME_LENGTH,
-    MAX_REPLICAS,
-    MAX_STEPS,
-    WORKER_CONTAINER,
-)
 
 DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
 """The annotation of a pod that names the container which kubectl uses by default."""
@@ -47,14 +34,14 @@ DNS_SUBDOMAIN_OR_EMPTY = rf"^({DNS_SUBDOMAIN[1:-1]})?$"
 QUANTITY = r"^[0-9]+([.][0-9]+)?([kMGTPE]|[KMGTPE]i)?$"
 URL = r"^[a-z][a-z0-9+.-]*://[^/?#@\s]+(/[^?#\s]*)?$"
 """A URL with a bucket, and without credentials, which do not belong into a spec."""
-Samples = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
-Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
+Samples = Annotated[int, Field(ge=1, le=names.MAX_BATCH_SIZE)]
+Replicas = Annotated[int, Field(ge=1, le=names.MAX_REPLICAS)]
 Int32 = Annotated[int, Field(ge=0, le=MAX_INT32)]
 INVALID_VALUE = "invalid_value"
 """The type of an error whose message lacks the value found."""
 INVALID_VALUE_WITHOUT_INPUT = "invalid_value_without_input"
 """The type of an error whose message is complete."""
-_JOB_NAME = re.compile(rf"(?=.{{1,{MAX_NAME_LENGTH}}}\Z){DNS_LABEL[1:-1]}\Z")
+_JOB_NAME = re.compile(rf"(?=.{{1,{names.MAX_NAME_LENGTH}}}\Z){DNS_LABEL[1:-1]}\Z")
 _QUANTITY = re.compile(rf"{QUANTITY[1:-1]}\Z", re.ASCII)
 
 
@@ -126,8 +113,8 @@ class LocalBszBounds(_ClosedModel):
     @classmethod
     def _samples_or_auto(cls, upper: Any) -> Any:
         is_integer = isinstance(upper, int) and not isinstance(upper, bool)
-        if upper != AUTO and not (is_integer and 1 <= upper <= MAX_BATCH_SIZE):
-            raise _invalid_value(f"must be an integer from 1 to {MAX_BATCH_SIZE} or {AUTO}")
+        if upper != AUTO and not (is_integer and 1 <= upper <= names.MAX_BATCH_SIZE):
+            raise _invalid_value(f"must be an integer from 1 to {names.MAX_BATCH_SIZE} or {AUTO}")
         return upper
 
 
@@ -179,7 +166,7 @@ class Checkpoint(_ClosedModel):
         f"{DEFAULT_ACCESS_MODE}, with which all replicas run on one node.",
     )
     interval_seconds: float = Field(
-        default=DEFAULT_CHECKPOINT_INTERVAL,
+        default=names.DEFAULT_CHECKPOINT_INTERVAL,
         gt=0,
         description="Seconds between two periodic checkpoints; greater than 0.",
     )
@@ -321,12 +308,12 @@ class PodTemplateSpec(_ClosedModel):
 
     @model_validator(mode="after")
     def _known_worker(self) -> PodTemplateSpec:
-        names = [container.name for container in self.spec.containers]
-        if worker_name(names, self.metadata.annotations) is None:
+        found = [container.name for container in self.spec.containers]
+        if worker_name(found, self.metadata.annotations) is None:
             raise _invalid(
-                f"of the {len(names)} containers ({', '.join(names)}) none is named {WORKER_CONTAINER}: give "
-                f"the container that trains this name, or name it in the annotation {DEFAULT_CONTAINER} of "
-                "spec.template.metadata"
+                f"of the {len(found)} containers ({', '.join(found)}) none is named {names.WORKER_CONTAINER}"
+                ": give the container that trains this name, or name it in the annotation "
+                f"{DEFAULT_CONTAINER} of spec.template.metadata"
             )
         return self
 
@@ -351,7 +338,7 @@ class AdaScaleJobSpec(_ClosedModel):
     processes_per_replica: int | None = Field(
         default=None,
         ge=1,
-        le=MAX_REPLICAS,
+        le=names.MAX_REPLICAS,
         description="The number of processes of a replica, for a model that the program shards over them "
         "with fully_shard(model, mesh=trainer.mesh). Each uses one GPU, and they divide the batch of the "
         "replica equally. If unset, a replica is one process with the whole model. A change replaces all "
@@ -360,7 +347,7 @@ class AdaScaleJobSpec(_ClosedModel):
     spare_replicas: int = Field(
         default=0,
         ge=0,
-        le=MAX_REPLICAS,
+        le=names.MAX_REPLICAS,
         description="The number of replicas that are started beyond those that train, and wait with their "
         "model built. A spare takes the place of a lost replica at the next step, and the replacement of "
         "that is the next spare. Each takes the resources of a replica.",
@@ -368,7 +355,7 @@ class AdaScaleJobSpec(_ClosedModel):
     replica_limit: int | None = Field(
         default=None,
         ge=0,
-        le=MAX_REPLICAS,
+        le=names.MAX_REPLICAS,
         description="An upper limit on the replicas that a person or an autoscaler sets with the scale "
         "subresource, as `kubectl scale` does. The job may run on fewer; with 0 it does not run. If it "
         "is less than the smallest valid count, that count is the limit. Not limited if unset; an autoscaler "
@@ -389,14 +376,14 @@ class AdaScaleJobSpec(_ClosedModel):
     scale_invariant_steps: int | None = Field(
         default=None,
         ge=1,
-        le=MAX_STEPS,
+        le=names.MAX_STEPS,
         description="The progress at which training ends, in steps at batchSize. A step of a larger batch "
         "adds its gain to the progress. If unset, the program decides when training ends.",
     )
     train_samples: int | None = Field(
         default=None,
         ge=1,
-        le=MAX_STEPS,
+        le=names.MAX_STEPS,
         description="The samples after which training ends, within a batch, in place of scaleInvariantSteps. "
         "Progress is then the samples over batchSize, and a larger batch saves steps and no samples.",
     )
@@ -411,20 +398,20 @@ class AdaScaleJobSpec(_ClosedModel):
         le=1,
         description="The efficiency (gain divided by scale) that a batch size needs while step times have "
         "not been measured, and always if the length of training is in samples; greater than 0, at most 1. "
-        f"If unset, {DEFAULT_EFFICIENCY_TARGET}; if the length is in samples, "
-        f"{DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES}.",
+        f"If unset, {names.DEFAULT_EFFICIENCY_TARGET}; if the length is in samples, "
+        f"{names.DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES}.",
     )
     suspend: bool = Field(
         default=False,
         description="Whether the job is suspended. Its state is saved before its pods are deleted.",
     )
     backoff_limit: Int32 = Field(
-        default=DEFAULT_BACKOFF_LIMIT,
+        default=names.DEFAULT_BACKOFF_LIMIT,
         description="The number of failures of the program that are retried before the job fails. "
         "Disruptions, such as the loss of a node, and changes of the replica count are not failures.",
     )
     max_restarts_without_progress: Int32 = Field(
-        default=DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
+        default=names.DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
         description="The number of restarts after losses, such as by a memory limit, that are made without "
         "a training step in between before the job fails.",
     )
@@ -488,7 +475,7 @@ class Metadata(_OpenModel):
     """`metadata` of a Kubernetes object."""
 
     name: str
-    namespace: str = DEFAULT_NAMESPACE
+    namespace: str = names.DEFAULT_NAMESPACE
 
     @field_validator("name")
     @classmethod
@@ -496,7 +483,7 @@ class Metadata(_OpenModel):
         if not _JOB_NAME.match(name):
             raise _invalid_value(
                 "must consist of lower case letters, digits and '-', start and end with a letter or digit, "
-                f"and have at most {MAX_NAME_LENGTH} characters"
+                f"and have at most {names.MAX_NAME_LENGTH} characters"
             )
         return name
 

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from kubernetes import client
 
-from adascale_controller.job_definition import CheckpointSettings, JobDefinition
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.settings import OperatorSettings
+from adascale_controller.schema import Checkpoint
 from adascale_core.messages.job_spec import JobSpec
+from support.observed_jobs import checkpoint_settings
 
 pytestmark = pytest.mark.cluster
 
@@ -28,7 +30,7 @@ def restricted(api_client: client.ApiClient, namespace: str) -> str:
     return namespace
 
 
-def workload(namespace: str, checkpoint: CheckpointSettings | None = None, **worker: Any) -> AdaScaleJob:
+def workload(namespace: str, checkpoint: Checkpoint | None = None, **worker: Any) -> AdaScaleJob:
     template = {
         "spec": {
             "containers": [{"name": "worker", "image": "trainer:1", "command": ["python", "t.py"], **worker}],
@@ -44,7 +46,7 @@ def workload(namespace: str, checkpoint: CheckpointSettings | None = None, **wor
         job=JobDefinition(
             f"{namespace}.digits",
             JobSpec(4, 256, (4, 64), 1, 4, 1000),
-            checkpoint=checkpoint or CheckpointSettings(path="/data"),
+            checkpoint=checkpoint or checkpoint_settings(path="/data"),
             active_deadline_seconds=3600,
         ),
         template=template,
@@ -73,10 +75,10 @@ def ask(api: client.ApiClient, method: str, path: str, body: object = None, **qu
 @pytest.mark.parametrize("single_node", [False, True])
 @pytest.mark.parametrize(
     "checkpoint",
-    [CheckpointSettings(), CheckpointSettings(claim_name="shared"), CheckpointSettings(path="/data")],
+    [checkpoint_settings(), checkpoint_settings(claim_name="shared"), checkpoint_settings(path="/data")],
 )
 def test_a_namespace_that_enforces_the_restricted_standard_accepts_every_field_of_the_pods(
-    api_client: client.ApiClient, restricted: str, checkpoint: CheckpointSettings, single_node: bool
+    api_client: client.ApiClient, restricted: str, checkpoint: Checkpoint, single_node: bool
 ) -> None:
     manifest = pod_manifest(workload(restricted, checkpoint), NewPod(1, 2), single_node=single_node)
     path = f"/api/v1/namespaces/{restricted}/pods"
@@ -87,7 +89,7 @@ def test_a_namespace_that_enforces_the_restricted_standard_accepts_every_field_o
 
 
 def test_the_api_server_accepts_the_claim(api_client: client.ApiClient, restricted: str) -> None:
-    manifest = claim_manifest(workload(restricted, CheckpointSettings(storage_class_name="none")))
+    manifest = claim_manifest(workload(restricted, checkpoint_settings(storage_class_name="none")))
     path = f"/api/v1/namespaces/{restricted}/persistentvolumeclaims"
     ask(api_client, "POST", path, manifest, dryRun="All")
 

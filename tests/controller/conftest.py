@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job_definition import OpportunisticSettings
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
+from adascale_controller.schema import Opportunistic
 from adascale_core import names
 from adascale_core.decision.decide import Decision, DecisionProblem
 from support.world import World
 
 Object = dict[str, Any]
 SPOT = {"priorityClassName": "spot"}
-SETTINGS = OpportunisticSettings("spot")
+SETTINGS = Opportunistic.model_validate({"priorityClassName": "spot"})
 
 
 class Cluster:

@@ -12,9 +12,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.job_definition import CheckpointSettings, trainer_environment
+from adascale_controller.job_definition import trainer_environment
 from adascale_controller.jobfile import JobFileError, load_job, parse_job
+from adascale_controller.schema import Checkpoint
 from adascale_core.messages.job_spec import JobSpec
+from support.observed_jobs import checkpoint_settings
 
 VALID: dict[str, Any] = {
     "apiVersion": "adascale.dev/v1alpha1",
@@ -58,12 +60,12 @@ def test_unset_fields_have_defaults() -> None:
     assert (parsed.suspend, parsed.backoff_limit) == (False, 3)
     assert parsed.active_deadline_seconds is None
     assert parsed.replica_limit is None
-    assert parsed.checkpoint == CheckpointSettings(
+    assert parsed.checkpoint == checkpoint_settings(
         claim_name=None,
         path=None,
-        storage="1Gi",
+        storage=None,
         storage_class_name=None,
-        access_mode="ReadWriteOnce",
+        access_mode=None,
         interval_seconds=30.0,
     )
 
@@ -140,7 +142,7 @@ def test_every_field_is_read() -> None:
     assert parsed.step_timeout_seconds == 90
     assert trainer_environment(parsed)["ADASCALE_STEP_TIMEOUT"] == "90"
     assert parsed.ttl_seconds_after_finished == 0
-    assert parsed.checkpoint == CheckpointSettings("state", interval_seconds=5.0)
+    assert parsed.checkpoint == checkpoint_settings(claim_name="state", interval_seconds=5.0)
     assert parsed.replica_limit == 4
 
 
@@ -154,21 +156,21 @@ def test_the_upper_bound_of_the_local_batch_is_found_in_training_unless_set(uppe
 @pytest.mark.parametrize(
     ("checkpoint", "parsed"),
     [
-        ({"path": "/state"}, CheckpointSettings(path="/state")),
+        ({"path": "/state"}, checkpoint_settings(path="/state")),
         (
             {"url": "s3://bucket/prefix", "credentialsSecret": "s3"},
-            CheckpointSettings(url="s3://bucket/prefix", credentials_secret="s3"),
+            checkpoint_settings(url="s3://bucket/prefix", credentials_secret="s3"),
         ),
-        ({"storage": "10Gi"}, CheckpointSettings(storage="10Gi")),
-        ({"storage": 10**9}, CheckpointSettings(storage="1000000000")),
-        ({"storageClassName": "", "storage": None}, CheckpointSettings(storage_class_name="")),
+        ({"storage": "10Gi"}, checkpoint_settings(storage="10Gi")),
+        ({"storage": 10**9}, checkpoint_settings(storage=10**9)),
+        ({"storageClassName": "", "storage": None}, checkpoint_settings(storage_class_name="")),
         (
             {"storageClassName": "nfs", "accessMode": "ReadWriteMany"},
-            CheckpointSettings(storage_class_name="nfs", access_mode="ReadWriteMany"),
+            checkpoint_settings(storage_class_name="nfs", access_mode="ReadWriteMany"),
         ),
     ],
 )
-def test_checkpoint_settings_are_read(checkpoint: dict[str, Any], parsed: CheckpointSettings) -> None:
+def test_checkpoint_settings_are_read(checkpoint: dict[str, Any], parsed: Checkpoint) -> None:
     assert parse_job(job(checkpoint=checkpoint)).checkpoint == parsed
 
 

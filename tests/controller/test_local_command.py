@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.job_definition import CheckpointSettings, JobDefinition
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.local_command import LocalCommandError, resolve_command
 from adascale_core.messages.job_spec import JobSpec
+from support.observed_jobs import checkpoint_settings
 
 JOB = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
 
@@ -22,7 +23,7 @@ def test_python_is_the_interpreter_of_this_process(tmp_path: Path) -> None:
 
 
 def test_the_environment_has_the_settings_of_the_job(tmp_path: Path) -> None:
-    job = replace(JOB, checkpoint=CheckpointSettings(interval_seconds=2.5))
+    job = replace(JOB, checkpoint=checkpoint_settings(interval_seconds=2.5))
     environ = resolve_command(job, tmp_path, {}, threads=2).environ
     assert {name: value for name, value in environ.items() if name.startswith("ADASCALE_")} == {
         "ADASCALE_BATCH_SIZE": "4",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import CheckpointSettings, JobDefinition
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import CachedJob
@@ -34,6 +34,7 @@ from support.observed_jobs import (
     NOW,
     SPEC,
     actions_for,
+    checkpoint_settings,
     condition,
     job,
     observed,
@@ -63,7 +64,7 @@ class ClaimCluster(FakeCluster):
 
 def cached(name: str) -> CachedJob:
     """Return a job that saves its checkpoints in a claim of the same name."""
-    parsed = JobDefinition(f"team.{name}", SPEC, checkpoint=CheckpointSettings(claim_name=name))
+    parsed = JobDefinition(f"team.{name}", SPEC, checkpoint=checkpoint_settings(claim_name=name))
     template = {"spec": {"containers": [{"name": "worker"}]}}
     resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, parsed, template=template)
     return CachedJob(resource, (), frozenset())

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job_definition import CheckpointSettings, OpportunisticSettings
 from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, template_digest
 from adascale_controller.operator.observe.pods import read_pod
@@ -18,7 +17,9 @@ from adascale_controller.operator.types.settings import (
     OperatorSettings,
     Queueing,
 )
+from adascale_controller.schema import Opportunistic
 from adascale_core import names
+from support.observed_jobs import checkpoint_settings
 from support.pod_templates import OWNER, SPEC, container, template, workload
 
 
@@ -37,7 +38,7 @@ def test_a_pod_is_named_by_job_replica_and_attempt_and_owned_by_the_adascalejob(
 
 
 def test_extra_pods_have_the_priority_and_the_queue_of_their_settings() -> None:
-    settings = OpportunisticSettings("spot", "team-queue")
+    settings = Opportunistic.model_validate({"priorityClassName": "spot", "queueName": "team-queue"})
     spec = {"containers": [container()], "priorityClassName": "high", "preemptionPolicy": "Never"}
     made = workload({"spec": spec}, opportunistic=settings)
     core, extra = (pod_manifest(made, NewPod(rank, 0, extra=rank > 0)) for rank in range(2))
@@ -82,7 +83,7 @@ def test_queued_pods_have_the_labels_of_kueue_and_those_of_the_smallest_count_ar
         {"spec": replace(SPEC, batch_size=8)},
         {"spec": replace(SPEC, max_replicas=8, efficiency_target=0.7, scale_invariant_steps=5)},
         {"suspend": True, "backoff_limit": 9, "active_deadline_seconds": 5, "ttl_seconds_after_finished": 5},
-        {"checkpoint": CheckpointSettings(storage="9Gi")},
+        {"checkpoint": checkpoint_settings(storage="9Gi")},
     ],
 )
 def test_changes_without_new_pods_keep_the_digest(of_job: dict[str, Any]) -> None:
@@ -95,9 +96,9 @@ def test_changes_without_new_pods_keep_the_digest(of_job: dict[str, Any]) -> Non
     "made",
     [
         workload(template(container(image="trainer:2", command=["python", "train.py"]))),
-        workload(checkpoint=CheckpointSettings(claim_name="shared")),
-        workload(checkpoint=CheckpointSettings(path="/data")),
-        workload(checkpoint=CheckpointSettings(interval_seconds=5.0)),
+        workload(checkpoint=checkpoint_settings(claim_name="shared")),
+        workload(checkpoint=checkpoint_settings(path="/data")),
+        workload(checkpoint=checkpoint_settings(interval_seconds=5.0)),
         workload(step_timeout_seconds=60),
         replace(workload(), settings=OperatorSettings("http://elsewhere")),
     ],

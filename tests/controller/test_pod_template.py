@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job_definition import CheckpointSettings
 from adascale_controller.operator.apply.manifests import TOKEN_FOLDER, claim_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.types.settings import (
     CHECKPOINT_FOLDER,
     OperatorSettings,
 )
+from adascale_controller.schema import Checkpoint
 from adascale_core import names
+from support.observed_jobs import checkpoint_settings
 from support.pod_templates import OWNER, container, env, mounts, pod, template, worker, workload
 
 # -- how a replica is started ------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ def test_a_variable_of_the_protocol_is_replaced() -> None:
 
 def test_variables_in_a_path_are_not_expanded() -> None:
     """The kubelet would expand `$(A)`; `adascale run` does not."""
-    made = workload(checkpoint=CheckpointSettings(path="/data/$(A)"))
+    made = workload(checkpoint=checkpoint_settings(path="/data/$(A)"))
     assert env(made)[names.ENV_CHECKPOINT_DIR] == "/data/$$(A)"
 
 
@@ -123,15 +124,15 @@ def test_the_token_is_read_only_and_its_audience_names_the_job() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "claim", "folder", "own"),
     [
-        (CheckpointSettings(), "digits-checkpoints", f"{CHECKPOINT_FOLDER}/team.digits", True),
-        (CheckpointSettings(claim_name="shared"), "shared", f"{CHECKPOINT_FOLDER}/team.digits", False),
-        (CheckpointSettings(path="/data/run"), None, "/data/run", False),
-        (CheckpointSettings(url="s3://bucket/runs/"), None, "s3://bucket/runs/team.digits", False),
-        (CheckpointSettings(url="s3://bucket//runs//"), None, "s3://bucket/runs/team.digits", False),
+        (checkpoint_settings(), "digits-checkpoints", f"{CHECKPOINT_FOLDER}/team.digits", True),
+        (checkpoint_settings(claim_name="shared"), "shared", f"{CHECKPOINT_FOLDER}/team.digits", False),
+        (checkpoint_settings(path="/data/run"), None, "/data/run", False),
+        (checkpoint_settings(url="s3://bucket/runs/"), None, "s3://bucket/runs/team.digits", False),
+        (checkpoint_settings(url="s3://bucket//runs//"), None, "s3://bucket/runs/team.digits", False),
     ],
 )
 def test_checkpoints_are_saved_in_the_claim_or_path_of_the_spec(
-    checkpoint: CheckpointSettings, claim: str | None, folder: str, own: bool
+    checkpoint: Checkpoint, claim: str | None, folder: str, own: bool
 ) -> None:
     made = workload(checkpoint=checkpoint)
     mounted = mounts(made).get(CHECKPOINT_FOLDER)
@@ -141,12 +142,12 @@ def test_checkpoints_are_saved_in_the_claim_or_path_of_the_spec(
 
 
 def test_credentials_for_an_object_store_come_from_the_secret_before_the_users_own_variables() -> None:
-    checkpoint = CheckpointSettings(url="s3://bucket", credentials_secret="s3")
+    checkpoint = checkpoint_settings(url="s3://bucket", credentials_secret="s3")
     assert worker(workload(checkpoint=checkpoint))["envFrom"] == [{"secretRef": {"name": "s3"}}]
     own = {"configMapRef": {"name": "settings"}}
     made = workload(template(container(envFrom=[own])), checkpoint=checkpoint)
     assert worker(made)["envFrom"] == [{"secretRef": {"name": "s3"}}, own]
-    assert "envFrom" not in worker(workload(checkpoint=CheckpointSettings(url="s3://bucket")))
+    assert "envFrom" not in worker(workload(checkpoint=checkpoint_settings(url="s3://bucket")))
 
 
 def test_the_operators_claim_has_the_storage_of_the_spec() -> None:
@@ -158,7 +159,7 @@ def test_the_operators_claim_has_the_storage_of_the_spec() -> None:
         "accessModes": ["ReadWriteOnce"],
         "resources": {"requests": {"storage": "1Gi"}},
     }
-    checkpoint = CheckpointSettings(storage="20Gi", storage_class_name="nfs", access_mode="ReadWriteMany")
+    checkpoint = checkpoint_settings(storage="20Gi", storage_class_name="nfs", access_mode="ReadWriteMany")
     made = claim_manifest(workload(checkpoint=checkpoint))
     assert made is not None
     assert made["spec"] == {
@@ -166,6 +167,9 @@ def test_the_operators_claim_has_the_storage_of_the_spec() -> None:
         "resources": {"requests": {"storage": "20Gi"}},
         "storageClassName": "nfs",
     }
+    made = claim_manifest(workload(checkpoint=checkpoint_settings(storage=10**9)))
+    assert made is not None
+    assert made["spec"]["resources"] == {"requests": {"storage": "1000000000"}}
 
 
 def test_shared_memory_has_no_size_limit_of_its_own() -> None:
@@ -248,7 +252,7 @@ def claim_volumes(made_of: AdaScaleJob, claim: str) -> list[str]:
 @pytest.mark.parametrize("mount", [{}, {"subPath": "train"}, {"readOnly": True}])
 def test_checkpoints_use_the_users_volume_of_the_same_claim(mount: dict[str, Any]) -> None:
     """The kubelet never mounts a second volume of one claim: the pod stays in ContainerCreating."""
-    made = workload(template_with_claim(**mount), checkpoint=CheckpointSettings(claim_name="shared"))
+    made = workload(template_with_claim(**mount), checkpoint=checkpoint_settings(claim_name="shared"))
     assert claim_volumes(made, "shared") == ["data"]
     assert {"name": "data", "mountPath": "/data", **mount} in worker(made)["volumeMounts"]
     assert {"name": "data", "mountPath": CHECKPOINT_FOLDER} in worker(made)["volumeMounts"]
@@ -262,14 +266,14 @@ def test_checkpoints_use_the_users_volume_of_the_jobs_own_claim() -> None:
 
 
 def test_a_volume_of_another_claim_is_not_used_for_checkpoints() -> None:
-    made = workload(template_with_claim(), checkpoint=CheckpointSettings(claim_name="other"))
+    made = workload(template_with_claim(), checkpoint=checkpoint_settings(claim_name="other"))
     assert claim_volumes(made, "shared") == ["data"]
     assert claim_volumes(made, "other") == ["adascale-checkpoints"]
 
 
 def test_a_read_only_volume_of_the_same_claim_becomes_writable_for_checkpoints_only() -> None:
     read_only = template_with_claim(volume={"readOnly": True})
-    made = workload(read_only, checkpoint=CheckpointSettings(claim_name="shared"))
+    made = workload(read_only, checkpoint=checkpoint_settings(claim_name="shared"))
     assert claim_volumes(made, "shared") == ["data"]
     spec = pod(made)["spec"]
     volume = next(each for each in spec["volumes"] if each["name"] == "data")
@@ -289,7 +293,7 @@ def test_the_users_own_mount_of_the_claim_at_the_checkpoint_folder_is_kept() -> 
         container(volumeMounts=[{"name": "data", "mountPath": f"{CHECKPOINT_FOLDER}/"}]),
         volumes=[{"name": "data", "persistentVolumeClaim": {"claimName": "shared"}}],
     )
-    made = workload(made_of, checkpoint=CheckpointSettings(claim_name="shared"))
+    made = workload(made_of, checkpoint=checkpoint_settings(claim_name="shared"))
     assert mounts(made)[CHECKPOINT_FOLDER]["name"] == "data"
 
 
@@ -348,7 +352,7 @@ def test_a_template_that_runs_as_root_does_not_get_run_as_non_root(made_of: dict
     ],
 )
 def test_pods_have_a_group_only_where_a_volume_belongs_to_root(volumes: list[Any], is_set: bool) -> None:
-    made = workload(template(volumes=volumes), checkpoint=CheckpointSettings(url="s3://bucket/prefix"))
+    made = workload(template(volumes=volumes), checkpoint=checkpoint_settings(url="s3://bucket/prefix"))
     assert ("fsGroup" in pod(made)["spec"]["securityContext"]) == is_set
 
 

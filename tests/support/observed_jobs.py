@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pydantic.alias_generators import to_camel
+
 from adascale_controller.job.failing_counts import FailingCount
 from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import CheckpointSettings, JobDefinition
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import CheckpointClaim, ObservedJob
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
@@ -26,6 +28,7 @@ from adascale_controller.operator.types.kubernetes import (
     JobCondition,
     condition_of,
 )
+from adascale_controller.schema import Checkpoint
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision
 from adascale_core.failures import TerminationMessage
@@ -40,6 +43,11 @@ DIGEST = "current-template"
 SPEC = JobSpec(4, 64, (4, 16), 1, 8, 1000)
 
 
+def checkpoint_settings(**fields: Any) -> Checkpoint:
+    """Return `spec.checkpoint`, of fields with their names in Python."""
+    return Checkpoint.model_validate({to_camel(name): value for name, value in fields.items()})
+
+
 def job(
     recorded: tuple[int, int] | None = None, *, status: Mapping[str, Any] | None = None, **spec: Any
 ) -> AdaScaleJob:
@@ -49,7 +57,7 @@ def job(
         current["allocation"] = {"generation": recorded[0], "replicas": recorded[1]}
         current.setdefault("startTime", "2027-01-15T08:00:00Z")
     parsed = JobDefinition(
-        "team.digits", spec.pop("spec", SPEC), **{"checkpoint": CheckpointSettings(path="/data"), **spec}
+        "team.digits", spec.pop("spec", SPEC), **{"checkpoint": Checkpoint(path="/data"), **spec}
     )
     return AdaScaleJob("team", "digits", "job-uid", 1, int(NOW) - 100, parsed, status=current)
 

@@ -25,7 +25,7 @@ from adascale_controller.operator.types.settings import (
     QUEUE_NAME,
     Queueing,
 )
-from adascale_controller.schema import DEFAULT_CONTAINER, find_worker
+from adascale_controller.schema import DEFAULT_ACCESS_MODE, DEFAULT_CONTAINER, DEFAULT_STORAGE, find_worker
 from adascale_core import names
 
 TOKEN_FOLDER: Final = "/var/run/secrets/adascale"
@@ -461,8 +461,8 @@ def claim_manifest(job: AdaScaleJob) -> Manifest | None:
     if checkpoint.path is not None or checkpoint.claim_name is not None or job.claim_name is None:
         return None
     spec: dict[str, Any] = {
-        "accessModes": [checkpoint.access_mode],
-        "resources": {"requests": {"storage": checkpoint.storage}},
+        "accessModes": [checkpoint.access_mode or DEFAULT_ACCESS_MODE],
+        "resources": {"requests": {"storage": str(checkpoint.storage or DEFAULT_STORAGE)}},
     }
     if checkpoint.storage_class_name is not None:
         spec["storageClassName"] = checkpoint.storage_class_name

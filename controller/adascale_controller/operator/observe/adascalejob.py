@@ -6,7 +6,7 @@ import hashlib
 import json
 import posixpath
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Self
 
@@ -149,7 +149,7 @@ def _digest(job: AdaScaleJob, *, single_node: bool) -> str:
         "apiUrl": job.settings.url_in_pods,
         "oneNode": single_node,
         "stepTimeout": step_timeout,
-        "opportunistic": astuple(opportunistic) if opportunistic is not None else None,
+        "opportunistic": [*opportunistic.model_dump().values()] if opportunistic is not None else None,
     }
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -35,6 +35,7 @@ from adascale_controller.operator.types.kubernetes import (
     shared,
 )
 from adascale_controller.operator.types.settings import OperatorSettings
+from adascale_controller.schema import DEFAULT_ACCESS_MODE
 from adascale_core.views.jobs import JobView
 
 CONTAINER_START_TIMEOUT: Final = 10.0
@@ -75,7 +76,7 @@ def slow_pod(cached: CachedJob, now: float) -> Pod | None:
 def read_claim(job: AdaScaleJob, name: str, raw: ApiObject | None) -> CheckpointClaim:
     """Return the checkpoint claim of a job."""
     checkpoint = job.valid_job.checkpoint
-    modes = raw["spec"]["accessModes"] if raw is not None else [checkpoint.access_mode]
+    modes = raw["spec"]["accessModes"] if raw is not None else [checkpoint.access_mode or DEFAULT_ACCESS_MODE]
     own = checkpoint.claim_name is None
     return CheckpointClaim(name, own, raw is not None, single_node="ReadWriteMany" not in modes)
 
