@@ -131,19 +131,15 @@ def show(page: Page, service: ServiceProcess, route: str = "#/") -> None:
         raise AssertionError(f"{error}\n\nrequests: {requests}") from error
 
 
-def row(page: Page, job: str) -> list[str]:
-    return list(page.get_by_role("row", name=re.compile(re.escape(job))).locator("td, th").all_inner_texts())
-
-
 def test_the_list_shows_the_jobs_and_follows_them(page: Page, shown: ServiceProcess) -> None:
     show(page, shown)
     expect(page.get_by_role("row", name=re.compile("team.queued"))).to_contain_text("Pending")
     expect(page.get_by_role("row", name=re.compile("team.failed"))).to_contain_text("Failed")
-    assert row(page, "team.digits")[1:6] == ["Running", "2", "8", "2", "50%"]
+    cells = page.get_by_role("row", name=re.compile("team.digits")).locator("td, th")
+    assert cells.all_inner_texts()[1:6] == ["Running", "2", "8", "2", "50%"]
     with Client(shown.port) as client:
         last = {"generation": 2, "progress": 600.0, "replicas": 2, "local_bsz": 16, "time": 1.76e9 + 200}
         client.post_gain("team.digits", a_report(200, gain=3.0, **last))
-        cells = page.get_by_role("row", name=re.compile("team.digits")).locator("td, th")
         for column, text in enumerate(("3", "75%", "3%"), start=4):
             expect(cells.nth(column)).to_have_text(text)
         client.put("/jobs/team.new", JobSpec(8).to_json())
