@@ -20,6 +20,7 @@ from adascale_worker.batches import comparison
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.micro_batches import LoadedBatches
 from adascale_worker.errors import DatasetError
+from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.progress import TrainingProgress
 
@@ -79,7 +80,14 @@ class Replica:
         if exchange is None:
             self.group.gather = lambda value: [value]  # type: ignore[method-assign]
         self.progress = TrainingProgress()
-        self.feed = DataFeed(BatchBounds(4), cast(ReplicaGroup, self.group), 3, self.progress, is_saved=True)
+        self.feed = DataFeed(
+            BatchBounds(4),
+            cast(ReplicaGroup, self.group),
+            3,
+            self.progress,
+            StepDivision(lambda: BatchBounds(4)),
+            is_saved=True,
+        )
 
     def load(self, data: Any, options: dict[str, Any] | None = None, **arguments: Any) -> LoadedBatches:
         """Begin to load a data set."""

@@ -20,8 +20,10 @@ from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.micro_batches import MicroBatches
 from adascale_worker.batches.order import SampleSequence
 from adascale_worker.errors import DatasetError
+from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
+from adascale_worker.reporting.progress import TrainingProgress
 from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, network, parameters_of, sgd
 
 WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
@@ -53,7 +55,9 @@ class Feed:
         self.data, self.options = Drawing(), options
         assignment = RankAssignment(0, 1)
         self.group = ReplicaGroup(assignment, torch.device("cpu"), is_elastic=True)
-        self.feed = DataFeed(BatchBounds(8), self.group, seed=3)
+        self.feed = DataFeed(
+            BatchBounds(8), self.group, 3, TrainingProgress(), StepDivision(lambda: BatchBounds(8))
+        )
 
     def take(self, consumed: int, plan: BatchPlan, batches: int, rank: int = 0) -> Tensor:
         """Return the samples of micro-batches from a place, after a check of their indices."""

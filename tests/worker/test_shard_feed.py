@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.records import StreamOptions
-from adascale_worker.batches.shard_feed import ShardFeed
-from adascale_worker.batches.shards import ShardOrder, ShardPlace
+from adascale_worker.batches.shard_feed import ShardFeed, Shards
+from adascale_worker.batches.shards import ShardPlace
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.tree import flatten, unflatten
@@ -46,8 +46,7 @@ class Member:
         if job.place is not None:
             place = ShardPlace.from_state(unflatten(*flatten(job.place.state_dict())))
         self.feed = ShardFeed(place, job.consumed, cast(ReplicaGroup, self))
-        order = ShardOrder(len(lengths), 3, shuffles=True)
-        self.feed.open(self.make_shard, order, job.stream, job.options)
+        self.feed.open(Shards(self.make_shard, len(lengths)), job.stream, job.options, seed=3)
         self.exchanges = -1
 
     def gather(self, value: Any) -> list[Any]:
@@ -64,7 +63,7 @@ class Member:
 
     def step(self, consumed: int, plan: BatchPlan) -> None:
         if self.batches is None or self.exchanges != self.feed.exchanges:
-            self.batches = self.feed.micro_batches(consumed, plan)
+            self.batches = self.feed.micro_batches(consumed, plan, self.rank)
             self.exchanges = self.feed.exchanges
         self.samples = [each for batch in islice(self.batches, plan.accumulation) for each in batch]
         assert len(self.samples) == plan.local_bsz * plan.accumulation

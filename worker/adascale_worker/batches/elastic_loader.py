@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +11,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.feed import CHOSEN_BY_TRAINER, order_of, require_repeatable, stream_options
+from adascale_worker.batches.feed import CHOSEN_BY_TRAINER
 from adascale_worker.batches.micro_batches import MicroBatches
-from adascale_worker.batches.order import Lengths, OrderFunction, SampleSequence
-from adascale_worker.batches.records import StreamOptions
-from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace
+from adascale_worker.batches.order import Lengths, OrderFunction, SampleSequence, order_of
+from adascale_worker.batches.records import StreamOptions, stream_options
+from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace, require_repeatable
 from adascale_worker.errors import DatasetError
 
 _REFUSED = CHOSEN_BY_TRAINER | {"in_order", "shards", "exactly_once"}
@@ -110,7 +109,7 @@ class ElasticDataLoader:
             DatasetError: the state is of other data.
         """
         if self._samples is None and "stream" in state:
-            self._stream.restore(StreamPlace.from_state(state["stream"]), state["position"])
+            self._stream.restore(state["stream"], state["position"])
         elif self._samples is None or state.get("samples") != self._samples.length:
             now = "a stream" if self._samples is None else f"{self._samples.length} samples in a pass"
             then = f"{state['samples']} samples in a pass" if "samples" in state else "a stream"
@@ -133,7 +132,6 @@ class ElasticDataLoader:
             self._stream.open(self._dataset, self._stream_options, self._options, seed=self._seed)
             return self._stream.micro_batches(self._position, self._plan, self._rank)
         batches = MicroBatches(self._samples, self._position, self._plan, self._rank)
-        batches.drawn = deque(maxlen=0)  # No step is divided.
         loader: DataLoader[Any] = DataLoader(
             self._dataset,
             batch_sampler=batches,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Sized
 from dataclasses import astuple
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.batches.comparison import CAUSES, DataComparison
@@ -23,20 +22,18 @@ from adascale_worker.batches.micro_batches import (
     probing,
 )
 from adascale_worker.batches.order import (
-    GroupedOrder,
+    RANDOM_ORDER,
     Lengths,
     Order,
     OrderFunction,
     Origin,
-    ProgramOrder,
     SampleSequence,
-    SequentialOrder,
-    ShuffledOrder,
+    indexed_length,
+    order_of,
 )
-from adascale_worker.batches.records import StreamOptions
-from adascale_worker.batches.shard_feed import MakeShard, ShardFeed, ShardOf
-from adascale_worker.batches.shards import ShardOrder, ShardPlace
-from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace
+from adascale_worker.batches.records import StreamOptions, stream_options
+from adascale_worker.batches.shard_feed import ShardFeed, Shards
+from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace, require_repeatable
 from adascale_worker.errors import DatasetError
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -51,12 +48,6 @@ Load = Callable[[int, BatchPlan], LoadedBatches]
 
 CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})
 """Arguments of DataLoader that choose the batches."""
-
-_RANDOM_ORDER = (
-    "trainer.dataloader(dataset, order=lambda number, seed: torch.multinomial(weights, len(dataset), "
-    "replacement=True, generator=torch.Generator().manual_seed(seed)))"
-)
-
 
 ONE_DATA_SET = (
     "a job trains on one data set. To train on several, pass them as one, such as "
@@ -73,8 +64,8 @@ class DataFeed:
         bounds: BatchBounds,
         group: ReplicaGroup,
         seed: int,
-        progress: TrainingProgress | None = None,
-        division: StepDivision | None = None,
+        progress: TrainingProgress,
+        division: StepDivision,
         *,
         is_saved: bool = False,  # whether there are checkpoints, or replicas that join
     ) -> None:
@@ -82,7 +73,7 @@ class DataFeed:
         self._bounds = bounds
         self._group = group
         self._seed = seed
-        self._progress = progress or TrainingProgress()
+        self._progress = progress
         self._comparison = DataComparison(group, self._progress, is_saved=is_saved)
         self._compare: Callable[[], None] | None = None
         """Of what has begun to load."""
@@ -90,7 +81,6 @@ class DataFeed:
         """Whether this process has opened a data set."""
         self._stream: StreamFeed | ShardFeed | None = None
         """The stream that is trained: each replica reads the whole, or its shards are dealt to them."""
-        self._stream_is_exact = True
         self._length: int | None = None
         """Number of samples of a pass; of a stream, of the first one. None before it is known."""
         self._kind: str | None = None
@@ -135,17 +125,17 @@ class DataFeed:
         if conflicting := CHOSEN_BY_TRAINER & set(options):
             raise DatasetError(_refusal(conflicting, options))
         stream = stream_options(
-            dataset, shards, order, lengths, StreamOptions(map, shuffle_buffer, exactly_once)
+            dataset, shards, order, lengths, StreamOptions(map, shuffle_buffer, exactly_once, shuffle)
         )
         if stream is not None:
-            return self._open_stream(dataset, shards, stream, options, shuffle)
+            return self._open_stream(dataset, shards, stream, options)
         if self._group.processes > 1 and options.get("persistent_workers"):
             raise DatasetError(
                 "dataloader() got persistent_workers=True, which is not supported with processesPerReplica: "
                 "leave it out"
             )
         # Batches that are not loaded in their order cannot be parts of a step.
-        self._use_division(is_possible=options.get("in_order", True))
+        self._division.loads_parts = options.get("in_order", True)
         consumed = self._progress.consumed - self._origin.consumed
         number = self._origin.number + (consumed // self._length if self._length else 0)
         made = order_of(
@@ -263,11 +253,10 @@ class DataFeed:
             probes = [] if kept.continues else probes
             loaded: LoadedBatches = kept.begin()
         else:
-            share = plan.per_process(processes)
             division = self._division if processes == 1 else None
-            sampler = MicroBatches(samples, consumed, share, self.rank, division, probes)
-            if processes > 1:
-                sampler.drawn = deque(maxlen=0)  # No step is divided.
+            sampler = MicroBatches(
+                samples, consumed, plan.per_process(processes), self.rank, division, probes
+            )
             loader: DataLoader[Any] = DataLoader(
                 dataset,  # type: ignore[arg-type]
                 batch_sampler=sampler,
@@ -279,7 +268,7 @@ class DataFeed:
                 self._kept = PersistentLoader(dataset, options, loader, sampler, sampler.drawn)
                 loaded = self._kept.begin()
             else:
-                loaded = LoadedBatches(iter(loader), plan, sampler.drawn if processes == 1 else None)
+                loaded = LoadedBatches(iter(loader), plan, sampler.drawn)
         found += loaded.take_probes(probes)
         self._compare = partial(
             comparison.compare, samples, consumed, found, fetch_again, allow_others=allow_others
@@ -320,7 +309,6 @@ class DataFeed:
         shards: int | None,
         stream: StreamOptions,
         options: dict[str, Any],
-        shuffle: bool,
     ) -> Load:
         """Use a stream: its shards are dealt to the replicas, if it has any, or each reads the whole."""
         if self._group.processes > 1:
@@ -328,7 +316,7 @@ class DataFeed:
                 "dataloader() got a stream, which is not supported with processesPerReplica: use a data set "
                 "with a length and items by index"
             )
-        dealt = _shards_of(dataset, shards, stream)
+        dealt = Shards.of(dataset, shards, stream)
         kind = STREAM if dealt is None else SHARDS
         if dealt is None:
             require_repeatable(dataset)
@@ -338,27 +326,19 @@ class DataFeed:
             )
         if self._kind not in (None, kind):
             raise self._other_kind(_IN_WORDS[kind])
-        self._use_division(is_possible=False)
-        self._kind, self._is_open, self._stream_is_exact = kind, True, stream.is_exact
-        position, begin = self._progress.consumed, self._origin.consumed
-        if dealt is None:
-            whole = self._stream or StreamFeed(StreamPlace(begin, self._origin.number, begin), position)
-            assert isinstance(whole, StreamFeed)
-            self._stream = whole
-            whole.open(dataset, stream, options, seed=self._seed)
-            return lambda consumed, plan: LoadedBatches(
-                whole.micro_batches(consumed, plan, self._group.rank), plan
-            )
-        feed = self._stream or ShardFeed(None, position, self._group)
-        assert isinstance(feed, ShardFeed)
-        self._stream = feed
-        make_shard, count = dealt
-        feed.open(make_shard, ShardOrder(count, self._seed, shuffle), stream, options)
-        return lambda consumed, plan: LoadedBatches(feed.micro_batches(consumed, plan), plan)
+        self._division.loads_parts = False
+        self._kind, self._is_open = kind, True
+        self._stream = feed = self._stream or self._make_stream()
+        feed.open(dealt or dataset, stream, options, seed=self._seed)
+        return lambda consumed, plan: LoadedBatches(
+            feed.micro_batches(consumed, plan, self._group.rank), plan
+        )
 
-    def _use_division(self, *, is_possible: bool) -> None:
-        if self._division is not None:
-            self._division.loads_parts = is_possible
+    def _make_stream(self) -> StreamFeed | ShardFeed:
+        consumed, origin = self._progress.consumed, self._origin
+        if self._kind == SHARDS:
+            return ShardFeed(None, consumed, self._group)
+        return StreamFeed(StreamPlace(origin.consumed, origin.number, origin.consumed), consumed)
 
     @property
     def exchanges(self) -> int:
@@ -382,7 +362,7 @@ class DataFeed:
         if self._length is not None:
             return
         length = self._stream.length_at(consumed)
-        if self._stream_is_exact:
+        if self._stream.how.is_exact:
             self._length = length
         elif ends_by_epochs and any(self._group.gather([length is not None])[0]):
             # Each replica reads a pass of its own. That of rank 0 counts.
@@ -390,9 +370,10 @@ class DataFeed:
 
     def compare_records(self) -> None:
         """Check that all replicas read the same stream. A collective call, at a step boundary."""
-        if not isinstance(self._stream, StreamFeed) or not self._stream_is_exact or self._group.replicas == 1:
+        stream = self._stream
+        if not isinstance(stream, StreamFeed) or not stream.how.is_exact or self._group.replicas == 1:
             return
-        place = self._stream.place_at(self._progress.consumed)
+        place = stream.place_at(self._progress.consumed)
         rows = self._group.gather([place.number, place.begin, place.fingerprint or 0])
         other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
         if other is not None:
@@ -415,8 +396,8 @@ class DataFeed:
         place = None if self._stream is None else self._stream.place_at(consumed)
         described = None if place is None else {"consumed": consumed, **place.state_dict()}
         return {
-            "stream": described if isinstance(place, StreamPlace) else None,
-            "shards": described if isinstance(place, ShardPlace) else None,
+            "stream": described if self._kind == STREAM else None,
+            "shards": described if self._kind == SHARDS else None,
             "samples": self._length,
             "seed": self._seed,
             "order": self._kind,
@@ -434,15 +415,10 @@ class DataFeed:
         self._origin = Origin(*state["origin"])
         self._is_open = state["is_open"]
         self._comparison.load_state_dict(state["compared"])
-        if (described := state["stream"]) is not None:
-            place = {name: value for name, value in described.items() if name != "consumed"}
-            if not isinstance(self._stream, StreamFeed):
-                self._stream = StreamFeed(StreamPlace(0), 0)
-            self._stream.restore(StreamPlace.from_state(place), described["consumed"])
-        if (described := state["shards"]) is not None:
-            if not isinstance(self._stream, ShardFeed):
-                self._stream = ShardFeed(None, 0, self._group)
-            self._stream.restore(ShardPlace.from_state(described), described["consumed"])
+        if (described := state["stream"] or state["shards"]) is not None:
+            place = dict(described)
+            self._stream = self._stream or self._make_stream()
+            self._stream.restore(consumed=place.pop("consumed"), state=place)
 
     def begin_from_checkpoint(self) -> None:
         """Record that no replica has opened a data set yet, so the next one may have another length."""
@@ -461,7 +437,7 @@ def require_evaluable(dataset: Sized, options: dict[str, Any]) -> None:
         raise DatasetError(
             "evaluation() got persistent_workers=True, but its worker processes end with it: leave it out"
         )
-    if _indexed_length(dataset) == 0:
+    if indexed_length(dataset) == 0:
         raise DatasetError(f"the data set (type {type(dataset).__name__}) has 0 samples")
 
 
@@ -477,146 +453,6 @@ def _refusal(conflicting: set[str] | frozenset[str], options: dict[str, Any]) ->
     return (
         f"dataloader() got {named}, but the trainer divides the samples among the replicas, whose number may "
         "change in the middle of a pass: pass a function of the number of the pass and a seed, which returns "
-        f"the indices of its samples, such as\n    {_RANDOM_ORDER}\nFor batches of similar length, pass the "
+        f"the indices of its samples, such as\n    {RANDOM_ORDER}\nFor batches of similar length, pass the "
         "length of each sample:\n    trainer.dataloader(dataset, lengths=lengths)"
-    )
-
-
-def is_stream(dataset: object) -> bool:
-    """Whether a data set is iterable, and has no length or no items by index."""
-    if isinstance(dataset, DataLoader):
-        return False
-    has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
-
-
-def order_of(
-    dataset: Sized,
-    shuffle: bool,
-    order: OrderFunction | None,
-    lengths: Lengths | None,
-    *,
-    seed: int,
-    group: int,  # samples of similar length that come together
-    number: int,  # of the present pass
-) -> Order:
-    """Return the order of the samples of a data set."""
-    samples = _indexed_length(dataset)
-    if samples == 0:
-        raise DatasetError(
-            f"the data set (type {type(dataset).__name__}) has 0 samples: check the path of the data, "
-            "and what filters it"
-        )
-    if (order is not None) + (lengths is not None) + (not shuffle) > 1:
-        raise DatasetError(
-            "dataloader() got more than one of order=, lengths= and shuffle=False, each of which "
-            "determines the order of the samples: pass only one of them"
-        )
-    if order is not None:
-        if not callable(order):
-            raise DatasetError(
-                f"dataloader() got order= of type {type(order).__name__}: it must be a function of the "
-                "number of the pass and a seed that returns indices of samples, such as\n"
-                f"    {_RANDOM_ORDER}"
-            )
-        return ProgramOrder(order, samples, seed, number)
-    if lengths is not None:
-        if len(lengths) != samples:
-            raise DatasetError(
-                f"dataloader() got {len(lengths)} lengths=, but the data set has {samples} samples: pass "
-                "the length of each sample"
-            )
-        return GroupedOrder(lengths, seed, group)
-    return ShuffledOrder(samples, seed) if shuffle else SequentialOrder(samples)
-
-
-def stream_options(
-    dataset: object,
-    shards: int | None,
-    order: OrderFunction | None,
-    lengths: Lengths | None,
-    stream: StreamOptions,
-) -> StreamOptions | None:
-    """Return how a stream is read; None if the data set has items by index."""
-    kind = type(dataset).__name__
-    if shards is not None:
-        if type(shards) is not int or shards < 1:
-            raise DatasetError(f"dataloader() got shards={shards!r}: it must be an integer of at least 1")
-        if not callable(dataset) or not stream.is_exact:
-            raise DatasetError(
-                f"dataloader() got shards={shards} and "
-                + (f"a data set of type {kind}" if stream.is_exact else "exactly_once=False")
-                + ": shards= needs a function that gets the index of a shard and returns its records, "
-                "the same each time"
-            )
-    elif not is_stream(dataset):
-        given = {
-            "map": stream.transform is not None,
-            "shuffle_buffer": stream.shuffle_buffer != 0,
-            "exactly_once": not stream.is_exact,
-        }
-        if names := [f"{name}=" for name, is_given in given.items() if is_given]:
-            raise DatasetError(
-                f"dataloader() got {', '.join(names)}, which is for streams, but the data set (type {kind}) "
-                "has items by index: leave it out, and make samples in __getitem__"
-            )
-        return None
-    if order is not None or lengths is not None:
-        raise DatasetError(
-            f"dataloader() got {'lengths=' if order is None else 'order='}, which needs items by index, but "
-            f"the data set (type {kind}) is a stream: leave it out, or shuffle by shuffle_buffer=10_000"
-        )
-    if stream.transform is not None and not callable(stream.transform):
-        raise DatasetError(
-            f"dataloader() got map= of type {type(stream.transform).__name__}: it must be a function that "
-            "makes a sample of a record"
-        )
-    if type(stream.shuffle_buffer) is not int or stream.shuffle_buffer < 0:
-        raise DatasetError(
-            f"dataloader() got shuffle_buffer={stream.shuffle_buffer!r}: it must be an integer of at least "
-            "0, the number of records that are shuffled together"
-        )
-    return stream
-
-
-def _shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple[MakeShard, int] | None:
-    """Return a function that returns a shard of a stream, and their number; None to read it as a whole.
-
-    The data set is such a function, if `shards` is given; or it has `num_shards` and `shard()`, as those of
-    Hugging Face.
-    """
-    if shards is not None:
-        return dataset, shards
-    count = getattr(dataset, "num_shards", None)
-    if type(count) is int and count > 1 and callable(getattr(dataset, "shard", None)) and stream.is_exact:
-        return ShardOf(dataset, count), count
-    return None
-
-
-def require_repeatable(dataset: Iterable[Any]) -> None:
-    """Check that a stream can be read again."""
-    if isinstance(dataset, Iterator):
-        raise DatasetError(
-            f"dataloader() got an iterator (type {type(dataset).__name__}), which can be read only once, and "
-            "replicas that join have to read it too: pass an object whose __iter__ begins a pass each time, "
-            "such as an IterableDataset, or a torchdata Loader in place of its node"
-        )
-
-
-def _indexed_length(dataset: Sized) -> int:
-    kind = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise DatasetError(
-            "got a DataLoader in place of a data set, but the trainer makes the DataLoader itself: pass "
-            "loader.dataset, and options such as num_workers and collate_fn"
-        )
-    lacks = "length" if not hasattr(dataset, "__len__") else "items by index" if is_stream(dataset) else None
-    if lacks is None:
-        try:
-            return len(dataset)
-        except TypeError:
-            lacks = "length"
-    raise DatasetError(
-        f"the data set (type {kind}) has no {lacks}: pass one with __len__ and __getitem__, or for training "
-        "one with __iter__, which is read as a stream"
     )

@@ -133,9 +133,9 @@ class MicroBatches(Sampler[list[int]]):
         probes: Sequence[int] = (),
     ) -> None:
         self._division = division
-        self.drawn: deque[tuple[StepPlan, int]] = deque()
+        self.drawn: deque[tuple[StepPlan, int]] | None = None if division is None else deque()
         """How the step of each micro-batch that was drawn is delivered, and the index of the micro-batch in a
-        divided step, else 0. `LoadedBatches` takes them from here."""
+        divided step, else 0. `LoadedBatches` takes them from here. None if no step is divided."""
         self.begin(samples, start, plan, rank, probes)
 
     def begin(
@@ -149,7 +149,9 @@ class MicroBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         samples, place, division = self._samples, self.place, self._division
         plan = place.plan
-        self.drawn.clear()
+        drawn = self.drawn
+        if drawn is not None:
+            drawn.clear()
         yield from self._probes
         together = plan.replicas * plan.local_bsz
         count = max(1, min(READ_AHEAD // plan.local_bsz, samples.length // together))
@@ -163,7 +165,8 @@ class MicroBatches(Sampler[list[int]]):
                 size = step.plan.local_bsz
                 for index in range(plan.local_bsz // size):
                     part = slice(index * size, (index + 1) * size)
-                    self.drawn.append((step, index))
+                    if drawn is not None:
+                        drawn.append((step, index))
                     yield Batch(indices[part], samples.seed, first + part.start)
                 place = place.after(plan)
 

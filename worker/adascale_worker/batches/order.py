@@ -9,13 +9,14 @@ full: a step in which a pass ends continues with samples of the next pass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from adascale_worker.batches.seeding import Indices, mix, pass_seed, permute
 from adascale_worker.errors import DatasetError
@@ -30,6 +31,11 @@ READ_AHEAD = 1024
 """Samples whose indices are computed at once, because a call takes 0.2 ms for 1 or for 1,000."""
 _GROUPS_PER_WINDOW = 50
 _LARGEST_WINDOW = 2**16
+
+RANDOM_ORDER = (
+    "trainer.dataloader(dataset, order=lambda number, seed: torch.multinomial(weights, len(dataset), "
+    "replacement=True, generator=torch.Generator().manual_seed(seed)))"
+)
 
 
 class Order(ABC):
@@ -249,3 +255,71 @@ class SampleSequence:
         if self._pass is None or self._pass[0] != number:
             self._pass = number, self._order.indices(number, numpy.arange(self.length))
         return self._pass[1][offsets]
+
+
+def order_of(
+    dataset: Sized,
+    shuffle: bool,
+    order: OrderFunction | None,
+    lengths: Lengths | None,
+    *,
+    seed: int,
+    group: int,  # samples of similar length that come together
+    number: int,  # of the present pass
+) -> Order:
+    """Return the order of the samples of a data set."""
+    samples = indexed_length(dataset)
+    if samples == 0:
+        raise DatasetError(
+            f"the data set (type {type(dataset).__name__}) has 0 samples: check the path of the data, "
+            "and what filters it"
+        )
+    if (order is not None) + (lengths is not None) + (not shuffle) > 1:
+        raise DatasetError(
+            "dataloader() got more than one of order=, lengths= and shuffle=False, each of which "
+            "determines the order of the samples: pass only one of them"
+        )
+    if order is not None:
+        if not callable(order):
+            raise DatasetError(
+                f"dataloader() got order= of type {type(order).__name__}: it must be a function of the "
+                "number of the pass and a seed that returns indices of samples, such as\n"
+                f"    {RANDOM_ORDER}"
+            )
+        return ProgramOrder(order, samples, seed, number)
+    if lengths is not None:
+        if len(lengths) != samples:
+            raise DatasetError(
+                f"dataloader() got {len(lengths)} lengths=, but the data set has {samples} samples: pass "
+                "the length of each sample"
+            )
+        return GroupedOrder(lengths, seed, group)
+    return ShuffledOrder(samples, seed) if shuffle else SequentialOrder(samples)
+
+
+def is_stream(dataset: object) -> bool:
+    """Whether a data set is iterable, and has no length or no items by index."""
+    if isinstance(dataset, DataLoader):
+        return False
+    has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
+
+
+def indexed_length(dataset: Sized) -> int:
+    """Return the length of a data set that has one, and items by index."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise DatasetError(
+            "got a DataLoader in place of a data set, but the trainer makes the DataLoader itself: pass "
+            "loader.dataset, and options such as num_workers and collate_fn"
+        )
+    lacks = "length" if not hasattr(dataset, "__len__") else "items by index" if is_stream(dataset) else None
+    if lacks is None:
+        try:
+            return len(dataset)
+        except TypeError:
+            lacks = "length"
+    raise DatasetError(
+        f"the data set (type {kind}) has no {lacks}: pass one with __len__ and __getitem__, or for training "
+        "one with __iter__, which is read as a stream"
+    )

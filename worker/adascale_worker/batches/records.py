@@ -6,6 +6,7 @@ worker processes take turns, and go on when the replicas change.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.micro_batches import PersistentLoader, Place
+from adascale_worker.batches.order import Lengths, OrderFunction, is_stream
 from adascale_worker.batches.seeding import Generators, mix, permute, seed_generators
 from adascale_worker.errors import DatasetError
 from adascale_worker.torch_private.modules import hidden_worker_info
@@ -33,6 +35,56 @@ class StreamOptions:
     shuffle_buffer: int = 0  # records of a block that is shuffled; 0 keeps the order of the data set
     # Each replica reads the same records, and trains its share. Otherwise it trains all that it reads.
     is_exact: bool = True
+    shuffles_shards: bool = True  # whether each pass has another order of them
+
+
+def stream_options(
+    dataset: object,
+    shards: int | None,
+    order: OrderFunction | None,
+    lengths: Lengths | None,
+    stream: StreamOptions,
+) -> StreamOptions | None:
+    """Return how a stream is read; None if the data set has items by index."""
+    kind = type(dataset).__name__
+    if shards is not None:
+        if type(shards) is not int or shards < 1:
+            raise DatasetError(f"dataloader() got shards={shards!r}: it must be an integer of at least 1")
+        if not callable(dataset) or not stream.is_exact:
+            raise DatasetError(
+                f"dataloader() got shards={shards} and "
+                + (f"a data set of type {kind}" if stream.is_exact else "exactly_once=False")
+                + ": shards= needs a function that gets the index of a shard and returns its records, "
+                "the same each time"
+            )
+    elif not is_stream(dataset):
+        given = {
+            "map": stream.transform is not None,
+            "shuffle_buffer": stream.shuffle_buffer != 0,
+            "exactly_once": not stream.is_exact,
+        }
+        if names := [f"{name}=" for name, is_given in given.items() if is_given]:
+            raise DatasetError(
+                f"dataloader() got {', '.join(names)}, which is for streams, but the data set (type {kind}) "
+                "has items by index: leave it out, and make samples in __getitem__"
+            )
+        return None
+    if order is not None or lengths is not None:
+        raise DatasetError(
+            f"dataloader() got {'lengths=' if order is None else 'order='}, which needs items by index, but "
+            f"the data set (type {kind}) is a stream: leave it out, or shuffle by shuffle_buffer=10_000"
+        )
+    if stream.transform is not None and not callable(stream.transform):
+        raise DatasetError(
+            f"dataloader() got map= of type {type(stream.transform).__name__}: it must be a function that "
+            "makes a sample of a record"
+        )
+    if type(stream.shuffle_buffer) is not int or stream.shuffle_buffer < 0:
+        raise DatasetError(
+            f"dataloader() got shuffle_buffer={stream.shuffle_buffer!r}: it must be an integer of at least "
+            "0, the number of records that are shuffled together"
+        )
+    return stream
 
 
 @dataclass(frozen=True)
@@ -56,7 +108,6 @@ class RecordReader(ABC):
     def __init__(self, seed: int, shuffle_buffer: int, *, is_exact: bool = True) -> None:
         self._seed = seed
         self._is_exact = is_exact
-        self._shuffles = shuffle_buffer > 1
         self._block = max(1, shuffle_buffer)
         self._generators = Generators()
         self._iterator: Iterator[Any] | None = None
@@ -100,9 +151,13 @@ class RecordReader(ABC):
         """Position of the next record that is read."""
         return self._base + len(self._window)
 
-    def _shuffled(self, block: list[Any], seed: int) -> list[Any]:
-        """Return the records of a block in another order, if they are shuffled."""
-        if not self._shuffles or not block:
+    def _next_block(self, seed: int) -> list[Any]:
+        """Return the records that follow, shuffled if they are; fewer at the end, where the iterator ends."""
+        assert self._iterator is not None
+        block = list(itertools.islice(self._iterator, self._block))
+        if len(block) < self._block:
+            self._iterator = None
+        if self._block == 1 or not block:
             return block
         return [block[place] for place in permute(numpy.arange(len(block)), len(block), mix(seed))]
 
@@ -206,7 +261,7 @@ class RecordFeed(ABC, Generic[P]):
         """The last place at a step boundary, and those after the micro-batches since then, each with the
         number of samples that all replicas have got before it."""
         self._source: Any = None
-        self._stream = StreamOptions()
+        self.how = StreamOptions()
         self._options: dict[str, Any] = {}
         self._seed = 0
         self._reader: RecordReader | None = None
@@ -214,17 +269,20 @@ class RecordFeed(ABC, Generic[P]):
         self.exchanges = 0
         """How often the replicas had to exchange what follows."""
 
-    def _open(
-        self, source: Any, stream: StreamOptions, options: dict[str, Any], seed: int, *, is_same: bool
-    ) -> None:
-        """Use a source from the next micro-batch on; one that `is_same` is read on."""
-        before = self._stream
-        reads_on = is_same and replace(before, transform=None) == replace(stream, transform=None)
+    def open(self, source: Any, how: StreamOptions, options: dict[str, Any], *, seed: int) -> None:
+        """Use a source from the next micro-batch on; the one that is open already is read on."""
+        before = self.how
+        is_same = self._is_open(source) and seed == self._seed
+        reads_on = is_same and replace(before, transform=None) == replace(how, transform=None)
         if not reads_on:
             self._reader = None
-        if not reads_on or stream.transform != before.transform or options != self._options:
+        if not reads_on or how.transform != before.transform or options != self._options:
             self.close()
-        self._source, self._stream, self._options, self._seed = source, stream, options, seed
+        self._source, self.how, self._options, self._seed = source, how, options, seed
+
+    @abstractmethod
+    def _is_open(self, source: Any) -> bool:
+        """Whether a source is the one that is open."""
 
     @abstractmethod
     def _make_reader(self) -> RecordReader:
@@ -256,7 +314,7 @@ class RecordFeed(ABC, Generic[P]):
         collate = Collation(self._options.get("collate_fn") or default_collate)
         # It yields batches and places; after an error, a `DatasetError` and None.
         loader: DataLoader[Any] = DataLoader(
-            Samples(self._reader, self._stream.transform),
+            Samples(self._reader, self.how.transform),
             batch_sampler=requests,  # type: ignore[arg-type]
             generator=torch.Generator().manual_seed(self._seed + consumed),
             **{**self._options, "collate_fn": collate, "persistent_workers": workers > 0},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -28,8 +27,39 @@ from adascale_worker.membership.process_group import ReplicaGroup
 STEPS_AHEAD = 4
 """Steps whose records each replica reads ahead, after which the replicas exchange what they have found."""
 
-MakeShard = Callable[[int], Iterable[Any]]
-"""Returns the records of a shard, in the same order each time. Gets its index."""
+
+@dataclass(frozen=True)
+class ShardOf:
+    """Returns the shards of a data set with the method `shard`."""
+
+    dataset: Any
+    shards: int
+
+    def __call__(self, index: int) -> Any:
+        """Return a shard."""
+        return self.dataset.shard(num_shards=self.shards, index=index)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of a stream."""
+
+    make: Callable[[int], Iterable[Any]]  # returns the records of a shard, in the same order each time
+    count: int
+
+    @classmethod
+    def of(cls, dataset: Any, shards: int | None, how: StreamOptions) -> Shards | None:
+        """Return the shards of a stream; None to read it as a whole.
+
+        The data set is such a function, if `shards` is given; or it has `num_shards` and `shard()`, as those
+        of Hugging Face.
+        """
+        if shards is not None:
+            return cls(dataset, shards)
+        count = getattr(dataset, "num_shards", None)
+        if type(count) is int and count > 1 and callable(getattr(dataset, "shard", None)) and how.is_exact:
+            return cls(ShardOf(dataset, count), count)
+        return None
 
 
 @dataclass(frozen=True)
@@ -43,7 +73,9 @@ class ShardPosition:
 class ShardReader(RecordReader):
     """Reads the records of a list of shards."""
 
-    def __init__(self, make_shard: MakeShard, seed: int, *, shuffle_buffer: int = 0) -> None:
+    def __init__(
+        self, make_shard: Callable[[int], Iterable[Any]], seed: int, *, shuffle_buffer: int = 0
+    ) -> None:
         super().__init__(seed, shuffle_buffer)
         self._make_shard = make_shard
         self._list: tuple[Shard, ...] = ()
@@ -102,15 +134,11 @@ class ShardReader(RecordReader):
         if self._iterator is None:
             self._begin_shard()
         shard = self._list[len(self._begins) - 1]
-        assert self._iterator is not None
-        block = list(itertools.islice(self._iterator, self._block))
-        is_end = len(block) < self._block
-        block = self._shuffled(block, self._shard_seed(shard) + self._read)
+        block = self._next_block(self._shard_seed(shard) + self._read)
         self._window += block[max(shard.offset - self._read, 0) :]
         self._read += len(block)
-        if not is_end:
+        if self._iterator is not None:
             return
-        self._iterator = None
         known = shard.end if shard.end is not None else self._read
         if self._read != known or self._read < shard.offset:
             raise DatasetError(
@@ -162,21 +190,21 @@ class ShardFeed(RecordFeed[ShardPosition]):
         self._batches: Iterator[Any] | None = None
         self._order = ShardOrder(1, 0, shuffles=False)
 
-    def open(
-        self, make_shard: MakeShard, order: ShardOrder, stream: StreamOptions, options: dict[str, Any]
-    ) -> None:
+    def open(self, source: Shards, how: StreamOptions, options: dict[str, Any], *, seed: int) -> None:
         """Use shards from the next micro-batch on. Those that are open already are read on."""
-        if self._place is not None and any(shard.index >= order.shards for shard in self._place.rest):
+        last = max((shard.index for shard in self._place.rest), default=0) if self._place is not None else 0
+        if last >= source.count:
             raise DatasetError(
-                f"dataloader() got shards={order.shards}, but shard "
-                f"{max(shard.index for shard in self._place.rest)} is not read completely yet: use the same "
-                "shards as before"
+                f"dataloader() got shards={source.count}, but shard {last} is not read completely yet: use "
+                "the same shards as before"
             )
-        is_same = make_shard == self._source
-        self._open(make_shard, stream, options, order.seed, is_same=is_same)
-        self._order = order
+        super().open(source, how, options, seed=seed)
+        self._order = ShardOrder(source.count, seed, how.shuffles_shards)
         if self._place is None:
-            self._place = ShardPlace(0, self._since, order.of(0))
+            self._place = ShardPlace(0, self._since, self._order.of(0))
+
+    def _is_open(self, source: Shards) -> bool:
+        return self._source is not None and source.make == self._source.make
 
     # -- places -------------------------------------------------------------------------------------------
 
@@ -193,9 +221,10 @@ class ShardFeed(RecordFeed[ShardPosition]):
             count=consumed - self._since,
         )
 
-    def restore(self, place: ShardPlace, consumed: int) -> None:
+    def restore(self, state: dict[str, Any], consumed: int) -> None:
         """Continue at the place of a saved state."""
-        self._place, self._since, self._dealt, self._batches = place, consumed, None, None
+        self._place, self._since = ShardPlace.from_state(state), consumed
+        self._dealt = self._batches = None
 
     def length_at(self, consumed: int) -> int | None:
         """Return the records of the first pass; None while it has not ended."""
@@ -223,11 +252,10 @@ class ShardFeed(RecordFeed[ShardPosition]):
 
     # -- micro-batches ------------------------------------------------------------------------------------
 
-    def micro_batches(self, consumed: int, plan: BatchPlan) -> Iterator[Any]:
+    def micro_batches(self, consumed: int, plan: BatchPlan, rank: int) -> Iterator[Any]:
         """Load this replica's micro-batches until `exchanges` has changed. A collective call."""
         place = self.place_at(consumed)
         assert place is not None
-        rank = self._group.rank
         continues = (
             self._batches is not None
             and (self._plan, self._rank) == (plan, rank)
@@ -316,26 +344,9 @@ class ShardFeed(RecordFeed[ShardPosition]):
         )
 
     def _make_reader(self) -> ShardReader:
-        return ShardReader(self._source, self._seed, shuffle_buffer=self._stream.shuffle_buffer)
+        return ShardReader(self._source.make, self._seed, shuffle_buffer=self.how.shuffle_buffer)
 
     def close(self) -> None:
         """End worker processes. May be called again."""
         self._batches = None
         super().close()
-
-
-class ShardOf:
-    """Returns the shards of a data set with the method `shard`."""
-
-    def __init__(self, dataset: Any, shards: int) -> None:
-        self._dataset = dataset
-        self._shards = shards
-
-    def __call__(self, index: int) -> Any:
-        """Return a shard."""
-        return self._dataset.shard(num_shards=self._shards, index=index)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShardOf) and other._dataset is self._dataset
-
-    __hash__ = None  # type: ignore[assignment]

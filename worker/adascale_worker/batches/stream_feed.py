@@ -21,7 +21,7 @@ from typing import Any
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.fingerprint import fingerprint
-from adascale_worker.batches.records import RecordFeed, RecordReader, StreamOptions
+from adascale_worker.batches.records import RecordFeed, RecordReader
 from adascale_worker.batches.seeding import mix, pass_seed
 from adascale_worker.errors import DatasetError
 
@@ -85,8 +85,7 @@ class StreamReader(RecordReader):
         self._first_end = 0
         """Position of the end of the first pass, if `_length` is known."""
 
-    def _read_until(self, end: int, ahead: int) -> None:
-        assert ahead == 1
+    def _read_until(self, end: int, ahead: int) -> None:  # noqa: ARG002
         while self._next < end:
             self._read_block()
         self._look_ahead(end)
@@ -168,14 +167,7 @@ class StreamReader(RecordReader):
         is_loaded = bool(self._saves) and self._saves[-1].position == self._next
         if offset and offset % self._interval == 0 and not is_loaded:
             self._save(self._iterator)
-        block = []
-        for _ in range(self._block):
-            try:
-                block.append(next(self._iterator))
-            except StopIteration:
-                self._iterator = None
-                break
-        self._window += self._shuffled(block, pass_seed(self._seed, number) + offset)
+        self._window += self._next_block(pass_seed(self._seed, number) + offset)
         if self._iterator is None:
             self._end_pass()
 
@@ -236,26 +228,22 @@ class StreamFeed(RecordFeed[StreamPlace]):
 
     def __init__(self, place: StreamPlace, consumed: int) -> None:
         super().__init__()
-        self.restore(place, consumed)
+        self._places = [(consumed, place)]
 
-    def open(
-        self, dataset: Iterable[Any], stream: StreamOptions, options: dict[str, Any], *, seed: int
-    ) -> None:
-        """Use a data set from the next micro-batch on. One that is open already is read on."""
-        is_same = dataset is self._source and seed == self._seed
-        self._open(dataset, stream, options, seed, is_same=is_same)
+    def _is_open(self, source: Iterable[Any]) -> bool:
+        return source is self._source
 
     def _make_reader(self) -> StreamReader:
-        stream = self._stream
+        how = self.how
         return StreamReader(
-            self._source, self._seed, shuffle_buffer=stream.shuffle_buffer, is_exact=stream.is_exact
+            self._source, self._seed, shuffle_buffer=how.shuffle_buffer, is_exact=how.is_exact
         )
 
     def micro_batches(self, consumed: int, plan: BatchPlan, rank: int) -> Iterator[Any]:
         """Load this replica's micro-batches, without end."""
         place = self.place_at(consumed)
         self._places = [(consumed, place)]
-        is_shared, sequence = self._stream.is_exact, (self._source, self._seed)
+        is_shared, sequence = self.how.is_exact, (self._source, self._seed)
         loaded = self._load(sequence, place, place.position, consumed, plan, rank, is_shared=is_shared)
         return self._delivered(loaded, consumed, plan.replicas * plan.local_bsz)
 
@@ -269,9 +257,19 @@ class StreamFeed(RecordFeed[StreamPlace]):
         """Return the records of the first pass; None while it has not ended."""
         return self.place_at(consumed).length
 
-    def restore(self, place: StreamPlace, consumed: int) -> None:
+    def restore(self, state: dict[str, Any], consumed: int) -> None:
         """Continue at the place of a saved state."""
-        self._places = [(consumed, place)]
+        self._places = [(consumed, StreamPlace.from_state(state))]
+
+
+def require_repeatable(dataset: Iterable[Any]) -> None:
+    """Check that a stream can be read again."""
+    if isinstance(dataset, Iterator):
+        raise DatasetError(
+            f"dataloader() got an iterator (type {type(dataset).__name__}), which can be read only once, and "
+            "replicas that join have to read it too: pass an object whose __iter__ begins a pass each time, "
+            "such as an IterableDataset, or a torchdata Loader in place of its node"
+        )
 
 
 def _has_states(source: object) -> bool:
