@@ -25,9 +25,20 @@ from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
-from support.observed_jobs import SPEC, condition, job, observed, pod, report, view
+from support.observed_jobs import (
+    GPU,
+    SPEC,
+    condition,
+    decided,
+    job,
+    new_job,
+    node,
+    observed,
+    pod,
+    report,
+    view,
+)
 
-GPU = "nvidia.com/gpu"
 H200, L4, NO_LABEL = "NVIDIA-H200", "NVIDIA-L4", names.NO_ACCELERATOR_LABEL
 WORKER = {"name": "worker", "image": "trainer:1"}
 ON_GPUS: dict[str, Any] = {"containers": [WORKER | {"resources": {"limits": {GPU: "1"}}}]}
@@ -37,24 +48,12 @@ ON_CPUS: dict[str, Any] = {"containers": [WORKER | {"resources": {"requests": {"
 def nodes(**gpus: int) -> list[ApiObject]:
     """Return the nodes `h200`, `l4` and `plain`, which has no label, with these numbers of accelerators."""
     labels = {"h200": {names.DEFAULT_ACCELERATOR_LABEL: H200}, "l4": {names.DEFAULT_ACCELERATOR_LABEL: L4}}
-    return [
-        {
-            "metadata": {"name": name, "resourceVersion": str(count), "labels": labels.get(name, {})},
-            "spec": {},
-            "status": {
-                "conditions": [{"type": "Ready", "status": "True"}],
-                "allocatable": {"cpu": "8", "pods": "110"} | ({GPU: str(count)} if count else {}),
-            },
-        }
-        for name, count in gpus.items()
-    ]
+    return [node(name, count, labels.get(name, {})) for name, count in gpus.items()]
 
 
 def waiting(name: str = "digits", spec: ApiObject = ON_GPUS, *, at_least: int = 1) -> ObservedJob:
     """Return a job that has not started."""
-    made = job(spec=replace(SPEC, min_replicas=at_least))
-    made = replace(made, name=name, uid=name, template={"spec": spec})
-    return observed(replace(made, job=replace(made.valid_job, id=made.id)), JobView.empty(made.id))
+    return new_job(name, spec=replace(SPEC, min_replicas=at_least), template={"spec": spec})
 
 
 def running(
@@ -67,7 +66,8 @@ def running(
 ) -> ObservedJob:
     """Return a job that trains on one replica on each of these nodes."""
     number = len(on)
-    made = job((1, number), status={"accelerator": recorded} if recorded else None)
+    status = {"accelerator": recorded} if recorded else None
+    made = job((1, number), status=status, template={"spec": spec})
     pods: list[Pod] = [pod(rank, node=node, accelerator=required) for rank, node in enumerate(on)]
     accelerator = required or "a kind of device"
     service = replace(
@@ -75,17 +75,13 @@ def running(
         latest=replace(report(1, number), accelerator=accelerator),
         step_times=tuple(step_times),
     )
-    return observed(replace(made, template={"spec": spec}), service, pods)
+    return observed(made, service, pods)
 
 
 def decide(*jobs: ObservedJob, on: Sequence[ApiObject] | None, label: str | None = None) -> list[Decision]:
     """Return the decisions about these jobs."""
-    scheduler = Scheduler() if label is None else Scheduler(label)
-    scheduler.set_resources(on, ())
-    for each in jobs:
-        scheduler.update(each)
-    result = scheduler.solve(scheduler.decision_input())
-    return [result.decisions[each.resource.id] for each in jobs]
+    decisions = decided(Scheduler() if label is None else Scheduler(label), *jobs, nodes=on)
+    return [decisions[each.resource.id] for each in jobs]
 
 
 def accelerators(
@@ -329,9 +325,9 @@ def test_pods_require_their_type_besides_what_the_template_requires(
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
         spec["affinity"] = {"nodeAffinity": required}
     cluster = []
-    for node, zone in zip(CLUSTER, zones, strict=True):
-        labels = node["metadata"]["labels"] | {"zone": zone}
-        cluster.append({**node, "metadata": node["metadata"] | {"labels": labels}})
+    for each, zone in zip(CLUSTER, zones, strict=True):
+        labels = each["metadata"]["labels"] | {"zone": zone}
+        cluster.append({**each, "metadata": each["metadata"] | {"labels": labels}})
     made = waiting(spec=spec).resource
 
     def pod_spec(kind: str | None) -> dict[str, Any]:

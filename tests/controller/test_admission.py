@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from adascale_controller.operator.types.kubernetes import (
     merged,
 )
 from support.fake_cluster import FakeCluster
-from support.observed_jobs import NOW, actions_for, condition, job, training_job
+from support.observed_jobs import NOW, ON_CPU, actions_for, condition, job, training_job
 from support.world import World
 
 TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
@@ -133,10 +132,9 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
                 raise ApiServerError("forbidden", 403, reply)
             return manifest
 
-    template: Object = {"spec": {"containers": [{"name": "worker"}]}}
     limited = condition(actions_for(training_job(), 2, failed_placement=NO_QUOTA), ConditionType.RESCALING)
     status = {"conditions": merged((), [limited], 1, NOW)}
-    resource = replace(job(status=status), template=template)
+    resource = job(status=status, template=ON_CPU)
     cached = CachedJob(resource, (), frozenset())
     reader = AdmissionReader(Quota(World()), lambda _: None)
     found = []

@@ -19,6 +19,7 @@ from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import StepTime
 from support.observed_jobs import (
     NOW,
+    ON_CPU,
     actions_for,
     condition,
     decided,
@@ -33,20 +34,15 @@ from support.observed_jobs import (
 ENDED = {"status": "True", "lastTransitionTime": "2027-01-15T08:00:00Z"}
 FOUR = Feasibility(4, "its own step times")
 NONE = Feasibility(None, "its own step times")
-TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "mine:1"}]}}
 SPEC = JobSpec(4, 64, (4, 16), 1, 4, scale_invariant_steps=1000)
 
 
 def measured(seconds: int | None) -> ObservedJob:
     """Return a job that was created 100 s ago, and makes some 20 steps a second on two replicas."""
-    at_two = training_job((2, 2), spec=SPEC, completion_deadline_seconds=seconds)
+    at_two = training_job((2, 2), spec=SPEC, completion_deadline_seconds=seconds, template=ON_CPU)
     assert at_two.service is not None
     times = (StepTime(1, 4, 1, 0.1), StepTime(2, 4, 1, 0.101), StepTime(2, 8, 1, 0.15))
-    return replace(
-        at_two,
-        service=replace(at_two.service, step_times=times, latest=report(2, 2)),
-        resource=replace(at_two.resource, template=TEMPLATE),
-    )
+    return replace(at_two, service=replace(at_two.service, step_times=times, latest=report(2, 2)))
 
 
 @pytest.mark.parametrize(("seconds", "can"), [(None, None), (50, None), (102, False), (100_000, True)])

@@ -17,13 +17,14 @@ from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
 from controller.conftest import DecidedCount
 from support.observed_jobs import (
+    ON_CPU,
     actions_for,
     condition,
+    decided,
     failed_pod,
     job,
     observed,
     report,
-    result_of,
     training_job,
     view,
 )
@@ -222,13 +223,10 @@ def test_a_count_on_which_another_program_fails_too_is_given_up_again(world: Wor
 
 
 def _decide(scheduler: Scheduler, service: JobView, pods: list[Pod] | None = None) -> tuple[int, str]:
-    at_two = replace(training_job((2, 2)), service=service)
-    template = {"spec": {"containers": [{"name": "worker"}]}}
-    at_two = replace(at_two, resource=replace(at_two.resource, template=template))
+    at_two = replace(training_job((2, 2), template=ON_CPU), service=service)
     if pods is not None:
         at_two = replace(at_two, pods=tuple(pods))
-    result = result_of(scheduler, at_two)
-    decision = result.decisions["team.digits"]
+    decision = decided(scheduler, at_two)["team.digits"]
     # The Event of a change has the reason of the decision.
     (explained,) = scheduler.explain()
     assert explained.reason.startswith(decision.reason)

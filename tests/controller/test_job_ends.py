@@ -29,7 +29,7 @@ from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
 from controller.test_local_replicas import Run
-from support.observed_jobs import NOW, SPEC, job, observed, pod, replica, report, view
+from support.observed_jobs import NOW, ON_CPU, SPEC, job, observed, pod, replica, report, view
 
 
 class Ended(NamedTuple):
@@ -185,6 +185,13 @@ BACKOFF = "The program has failed {}, backoffLimit ({}) exceeded. Replica {} fai
             id="replicas are lost without a step",
         ),
         pytest.param(
+            [],
+            replace(AT_TWO, replicas=(LOST,), restarts_without_progress=2),
+            {"max_restarts_without_progress": 2, "backoff_limit": 0},
+            (0, ""),
+            id="replicas are lost a few times without a step",
+        ),
+        pytest.param(
             [], AT_TWO, {"active_deadline_seconds": 101}, (0, ""), id="a deadline has not passed yet"
         ),
         pytest.param(
@@ -225,8 +232,7 @@ def fails_check(tmp_path: Path) -> Iterator[tuple[str, list[tuple[int | None, st
     scheduler = Scheduler()
     limits: list[tuple[int | None, str]] = []
     for now in times:
-        seen = observed(job((2, 2)), growing, pods, now=NOW + now)
-        seen = replace(seen, resource=replace(seen.resource, template={"spec": {"containers": [{}]}}))
+        seen = observed(job((2, 2), template=ON_CPU), growing, pods, now=NOW + now)
         scheduler.update(seen)
         found = scheduler.schedule(seen).failed_placement
         limits.append((None, "") if found is None else (found.limit, found.reason))

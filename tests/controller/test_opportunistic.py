@@ -18,8 +18,19 @@ from adascale_core import names
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.decision import LimitKind, LimitView
 from controller.conftest import SETTINGS, SPOT, Cluster
-from support.observed_jobs import NOW, SPEC, actions_for, job, observed, pod, view, writes
-from support.world import GPU
+from support.observed_jobs import (
+    NOW,
+    ON_GPU,
+    SPEC,
+    actions_for,
+    decided,
+    job,
+    node,
+    observed,
+    pod,
+    view,
+    writes,
+)
 
 Object = dict[str, Any]
 
@@ -174,35 +185,22 @@ def test_extra_pods_that_run_stay_when_their_priority_class_is_deleted(cluster: 
 
 
 def test_a_job_waits_for_the_extra_pods_of_a_job_whose_core_has_a_higher_priority() -> None:
-    template = {"spec": {"containers": [{"name": "worker", "resources": {"limits": {GPU: "1"}}}]}}
-    node = {
-        "metadata": {"name": "node1", "resourceVersion": "1"},
-        "spec": {},
-        "status": {
-            "conditions": [{"type": "Ready", "status": "True"}],
-            "allocatable": {GPU: "2", "pods": "9"},
-        },
-    }
-
     def admitted(priority: int, extra: int | None = None) -> Admission:
-        return Admission({**template["spec"], "priority": priority}, extra_priority=extra)
+        return Admission({**ON_GPU["spec"], "priority": priority}, extra_priority=extra)
 
     def opportunistic(*ranks: int) -> ObservedJob:
-        made = replace(job((1, 2), opportunistic=SETTINGS), template=template)
         return observed(
-            made,
+            job((1, 2), opportunistic=SETTINGS, template=ON_GPU),
             view((1, 2), (1, 2)),
             [pod(rank, is_extra=rank > 0) for rank in ranks],
             admission=admitted(1000, -10),
         )
 
-    later = replace(job(spec=replace(SPEC, max_replicas=1)), name="later", uid="later", template=template)
-    later = replace(later, job=replace(later.valid_job, id=later.id), created_at=int(NOW) + 1)
+    later = job(name="later", spec=replace(SPEC, max_replicas=1), template=ON_GPU)
+    later = replace(later, created_at=int(NOW) + 1)
     scheduler = Scheduler()
-    scheduler.set_resources([node], ())
-    for each in (opportunistic(0, 1), observed(later, admission=admitted(500))):
-        scheduler.update(each)
-    scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
+    jobs = opportunistic(0, 1), observed(later, admission=admitted(500))
+    decided(scheduler, *jobs, nodes=[node("node1", 2)])
     first, second = (scheduler.decision(f"team.{name}") for name in ("digits", "later"))
     assert first is not None
     assert second is not None

@@ -18,7 +18,7 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.pods import PodExit, PodProblem
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
-from support.observed_jobs import decided, job, observed, pod, view
+from support.observed_jobs import ON_CPU, decided, job, observed, pod, view
 
 UNSCHEDULABLE = ("Unschedulable", "0/2 nodes are available")
 
@@ -119,9 +119,7 @@ def test_a_count_is_given_up_if_a_replica_is_refused_or_fails_its_check(
     scheduler = Scheduler()
     ended = pod(2, uid="ended", phase="Failed", exit=PodExit(code, message="it has 9.9"))
     pods = (pod(0), pod(1), pod(2), ended)
-    growing = observed(job((6, 3)), view((6, 3), (5, 2)), pods)
-    template = {"spec": {"containers": [{"name": "worker"}]}}
-    growing = replace(growing, resource=replace(growing.resource, template=template))
+    growing = observed(job((6, 3), template=ON_CPU), view((6, 3), (5, 2)), pods)
     later = replace(growing, now=growing.now + TIMEOUT_TRAINING)
     for each in (growing, later):
         decided(scheduler, each)
@@ -141,9 +139,7 @@ def test_replicas_that_wait_for_a_scheduling_gate_are_no_failed_placement() -> N
     scheduler = Scheduler()
     gated = PodProblem(Reason.SCHEDULING_GATED, "waiting for Kueue")
     pods = (pod(0), pod(1), pod(2, node=None, phase="Pending", problem=gated))
-    growing = observed(job((6, 3)), view((6, 3), (5, 2)), pods)
-    template = {"spec": {"containers": [{"name": "worker"}]}}
-    growing = replace(growing, resource=replace(growing.resource, template=template))
+    growing = observed(job((6, 3), template=ON_CPU), view((6, 3), (5, 2)), pods)
     later = replace(growing, now=growing.now + TIMEOUT_TRAINING)
     for each in (growing, later):
         decided(scheduler, each)

@@ -10,11 +10,10 @@ import pytest
 from adascale_controller.operator.observe.observed_job import Admission, ObservedJob
 from adascale_controller.operator.schedule import job_memory
 from adascale_controller.operator.schedule.scheduler import MAX_HOLD, Scheduler
-from adascale_controller.operator.types.kubernetes import ApiObject, Resource
+from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.decision.decide import Decision
-from adascale_core.views.jobs import JobView
-from support.observed_jobs import NOW, SPEC, job, observed, pod, view
-from support.world import GPU, World
+from support.observed_jobs import GPU, NOW, ON_GPU, SPEC, decided, job, new_job, node, observed, pod, view
+from support.world import World
 
 Object = dict[str, Any]
 
@@ -98,34 +97,22 @@ def test_a_preemption_that_does_not_happen_is_given_up_and_not_requested_again_a
 
 # -- AdaScaleJobs among each other --------------------------------------------------------------------------
 
-NODE: ApiObject = {
-    "metadata": {"name": "node1", "resourceVersion": "1"},
-    "spec": {},
-    "status": {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {GPU: "2", "pods": "110"}},
-}
-TEMPLATE: Object = {"spec": {"containers": [{"name": "worker", "resources": {"limits": {GPU: "1"}}}]}}
-
 
 def low(*ranks: int) -> ObservedJob:
     """Return a job without priority that trains on two replicas, of which these have a pod."""
-    made = replace(job((1, 2)), template=TEMPLATE)
-    return observed(made, view((1, 2), (1, 2)), [pod(rank) for rank in ranks])
+    return observed(job((1, 2), template=ON_GPU), view((1, 2), (1, 2)), [pod(rank) for rank in ranks])
 
 
 def high(priority: int, now: float = NOW) -> ObservedJob:
     """Return a later job of a priority that needs both GPUs."""
-    made = job(spec=replace(SPEC, min_replicas=2))
-    made = replace(made, name="high", uid="high", created_at=made.created_at + 50, template=TEMPLATE)
-    made = replace(made, job=replace(made.valid_job, id=made.id))
-    admission = Admission({**TEMPLATE["spec"], "priority": priority})
-    return replace(observed(made, JobView.empty(made.id), admission=admission), now=now)
+    made = new_job("high", spec=replace(SPEC, min_replicas=2), template=ON_GPU)
+    resource = replace(made.resource, created_at=made.resource.created_at + 50)
+    admission = Admission({**ON_GPU["spec"], "priority": priority})
+    return replace(made, resource=resource, admission=admission, now=now)
 
 
 def decide(scheduler: Scheduler, *jobs: ObservedJob) -> list[Decision | None]:
-    scheduler.set_resources([NODE], ())
-    for each in jobs:
-        scheduler.update(each)
-    scheduler.adopt(scheduler.solve(scheduler.decision_input()), jobs[0].now)
+    decided(scheduler, *jobs, nodes=[node("node1", 2)])
     return [scheduler.decision(each.resource.id) for each in jobs]
 
 

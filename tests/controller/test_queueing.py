@@ -26,6 +26,7 @@ from adascale_controller.operator.types.settings import (
 )
 from adascale_core.messages.allocation import Allocation
 from support.observed_jobs import (
+    ON_CPU,
     SPEC,
     actions_for,
     condition,
@@ -227,7 +228,7 @@ def test_the_admitted_flavor_selects_the_nodes_of_all_pods() -> None:
     }
     template = {"spec": {"nodeSelector": {"zone": "a"}, "containers": []}}
     admitted = running_job(
-        resource=replace(queued_job((1, 2)), template=template),
+        resource=queued_job((1, 2), template=template),
         pods=[*gated(0, scheduling={"nodeSelector": {"zone": "a"}}), *queued(1, scheduling=flavor)],
     )
     spec = admitted.placement_spec
@@ -238,9 +239,8 @@ def test_the_admitted_flavor_selects_the_nodes_of_all_pods() -> None:
 
 
 def test_a_decision_stays_within_the_quota_and_says_so() -> None:
-    template = {"spec": {"containers": [{"name": "worker"}]}}
     scheduler = Scheduler()
-    loses = running_job((1, 4), resource=replace(queued_job((1, 4)), template=template))
+    loses = running_job((1, 4), resource=queued_job((1, 4), template=ON_CPU))
     limited = replace(loses, queue=QueueView(2, room=0, cluster_queue="team"))
     decision = decided(scheduler, limited)[loses.resource.id]
     assert (decision.replicas, decision.reason) == (2, "the quota of ClusterQueue team holds 2 replicas")

@@ -19,12 +19,11 @@ from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.reports import StepTime
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
-from adascale_core.views.jobs import JobView
 from support.examples import examples
-from support.observed_jobs import NOW, job, observed, pod, report, view
+from support.observed_jobs import GPU, NOW, new_job, node, pod, report, view
 
 Nodes = Sequence[Mapping[str, Any]]
-CONTAINER = {"name": "worker", "resources": {"limits": {"nvidia.com/gpu": 1}}}
+CONTAINER = {"name": "worker", "resources": {"limits": {GPU: 1}}}
 TIMES = (StepTime(1, 4, 1, 0.1), StepTime(2, 4, 1, 0.101))
 
 
@@ -33,18 +32,8 @@ def waiting(number: int, most: int | None, zone: str | None) -> ObservedJob:
     spec: dict[str, Any] = {"containers": [CONTAINER]}
     if zone is not None:
         spec["nodeSelector"] = {"zone": zone}
-    new = job(replica_limit=most)
-    name = f"job-{number}"
-    parsed = replace(new.valid_job, id=f"team.{name}")
-    resource = replace(
-        new,
-        name=name,
-        uid=name,
-        job=parsed,
-        template={"spec": spec},
-        generation=(most or 0) + 10 * len(zone or ""),
-    )
-    return observed(resource, JobView.empty(resource.id), ())
+    made = new_job(f"job-{number}", replica_limit=most, template={"spec": spec})
+    return replace(made, resource=replace(made.resource, generation=(most or 0) + 10 * len(zone or "")))
 
 
 def training(number: int, most: int | None, zone: str | None, count: int, *, measured: bool) -> ObservedJob:
@@ -71,14 +60,7 @@ def _on_type(job: ObservedJob, accelerator: str) -> ObservedJob:
 
 def nodes_of_types(*types: str) -> Nodes:
     """Return a node of each type of accelerator, with one of them."""
-    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
-    return [
-        {
-            "metadata": {"name": name, "resourceVersion": "1", "labels": {DEFAULT_ACCELERATOR_LABEL: name}},
-            "status": {**ready, "allocatable": {"nvidia.com/gpu": 1, "pods": 9}},
-        }
-        for name in types
-    ]
+    return [node(name, 1, {DEFAULT_ACCELERATOR_LABEL: name}) for name in types]
 
 
 @st.composite
@@ -93,29 +75,13 @@ def jobs(draw: st.DrawFn) -> ObservedJob:
 @st.composite
 def clusters(draw: st.DrawFn) -> Nodes:
     version = draw(st.integers(1, 10**6))
-    return [
-        {
-            "metadata": {
-                "name": f"node{number}",
-                "resourceVersion": str(version),
-                "labels": {"zone": zone, **({DEFAULT_ACCELERATOR_LABEL: type_} if type_ else {})},
-            },
-            "status": {
-                "conditions": [{"type": "Ready", "status": "True"}],
-                "allocatable": {"nvidia.com/gpu": gpus, "pods": 9},
-            },
-        }
-        for number, (gpus, zone, type_) in enumerate(
-            draw(
-                st.lists(
-                    st.tuples(
-                        st.integers(0, 3), st.sampled_from("ab"), st.sampled_from([None, "h200", "l4"])
-                    ),
-                    max_size=3,
-                )
-            )
-        )
-    ]
+    each = st.tuples(st.integers(0, 3), st.sampled_from("ab"), st.sampled_from([None, "h200", "l4"]))
+    nodes = []
+    for number, (gpus, zone, type_) in enumerate(draw(st.lists(each, max_size=3))):
+        labels = {"zone": zone} | ({DEFAULT_ACCELERATOR_LABEL: type_} if type_ else {})
+        made = node(f"node{number}", gpus, labels)
+        nodes.append({**made, "metadata": made["metadata"] | {"resourceVersion": str(version)}})
+    return nodes
 
 
 CHANGES = st.lists(st.one_of(jobs(), clusters(), st.integers(0, 3)), min_size=1, max_size=12)
@@ -180,18 +146,8 @@ def test_a_job_does_not_grow_into_what_another_keeps_because_it_was_edited_meanw
             each.job.id: Decision(decided[each.job.id], "by the test") for each in problem.queue
         },
     )
-    nodes = [
-        {
-            "metadata": {"name": f"node{number}", "resourceVersion": "1"},
-            "status": {
-                "conditions": [{"type": "Ready", "status": "True"}],
-                "allocatable": {"nvidia.com/gpu": gpus, "pods": 9},
-            },
-        }
-        for number, gpus in enumerate((4, 2))
-    ]
     scheduler = Scheduler()
-    scheduler.set_resources(nodes, ())
+    scheduler.set_resources([node("node0", 4), node("node1", 2)], ())
     scheduler.update(training(0, None, None, 4, measured=True))
     scheduler.update(training(1, None, None, 2, measured=True))
     decide(scheduler, NOW)
@@ -246,11 +202,7 @@ def test_decisions_about_changes_are_made_at_once_and_take_half_of_the_time_afte
 
 def test_a_job_that_has_become_what_was_decided_is_not_decided_about_at_once() -> None:
     scheduler = Scheduler()
-    ready = {
-        "conditions": [{"type": "Ready", "status": "True"}],
-        "allocatable": {"nvidia.com/gpu": 1, "pods": 9},
-    }
-    scheduler.set_resources([{"metadata": {"name": "node0", "resourceVersion": "1"}, "status": ready}], ())
+    scheduler.set_resources([node("node0", 1)], ())
     scheduler.update(waiting(0, None, None))
     decide(scheduler, NOW)
     decision = scheduler.decision("team.job-0")

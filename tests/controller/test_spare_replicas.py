@@ -15,17 +15,20 @@ from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.job_phase import JobPhase, assess, failures_of
 from adascale_controller.operator.schedule.nodes import free_nodes
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType
+from adascale_controller.operator.types.kubernetes import ConditionType
 from adascale_core.failures import EXIT_INVALID_PROGRAM, FailureCount
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import ReplicaState
-from adascale_core.views.jobs import JobView
 from support.observed_jobs import (
     NOW,
+    ON_GPU,
     actions_for,
     condition,
+    decided,
     failed_pod,
     job,
+    new_job,
+    node,
     observed,
     pending_pod,
     pod,
@@ -35,21 +38,8 @@ from support.observed_jobs import (
     view,
     writes,
 )
-from support.world import GPU
 
 RUNNING, RESCALING = ConditionType.RUNNING, ConditionType.RESCALING
-TEMPLATE: dict[str, Any] = {"spec": {"containers": [{"name": "worker", "resources": {"limits": {GPU: "1"}}}]}}
-
-
-def node(gpus: int, name: str = "node1") -> ApiObject:
-    return {
-        "metadata": {"name": name, "resourceVersion": "1"},
-        "spec": {},
-        "status": {
-            "conditions": [{"type": "Ready", "status": "True"}],
-            "allocatable": {GPU: str(gpus), "pods": "110"},
-        },
-    }
 
 
 def with_spares(
@@ -64,9 +54,9 @@ def with_spares(
     indices = range(replicas + spares)
     members = range(replicas) if members is None else members
     waiting = [index for index in indices if index not in members] if waiting is None else waiting
-    resource = job((1, replicas), spare_replicas=spares)
+    resource = job((1, replicas), spare_replicas=spares, template=ON_GPU)
     allocation = {"generation": 1, "replicas": replicas, "spares": spares}
-    resource = replace(resource, status={**resource.status, "allocation": allocation}, template=TEMPLATE)
+    resource = replace(resource, status={**resource.status, "allocation": allocation})
     base = view((1, replicas), (1, max(indices) + 1))
     assert base.active is not None
     active = replace(
@@ -222,20 +212,10 @@ def test_an_invalid_program_ends_the_job_only_if_more_than_the_spares_fail() -> 
 # -- the decision -------------------------------------------------------------------------------------------
 
 
-def decided(gpus: int, *jobs: ObservedJob) -> list[int]:
+def counts(gpus: int, *jobs: ObservedJob) -> list[int]:
     """Return the decided counts on a node with so many GPUs."""
-    scheduler = Scheduler()
-    scheduler.set_resources([node(gpus)], ())
-    for each in jobs:
-        scheduler.update(each)
-    scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
-    decisions = [scheduler.decision(each.resource.id) for each in jobs]
-    return [decision.replicas if decision is not None else 0 for decision in decisions]
-
-
-def new_job(spares: int, **spec: Any) -> ObservedJob:
-    made = replace(job(spare_replicas=spares, **spec), template=TEMPLATE)
-    return observed(made, JobView.empty(made.id))
+    decisions = decided(Scheduler(), *jobs, nodes=[node("node1", gpus)])
+    return [decisions[each.resource.id].replicas for each in jobs]
 
 
 def unplaced(rank: int) -> Pod:
@@ -248,10 +228,9 @@ def unplaced(rank: int) -> Pod:
 def test_a_new_job_gets_what_its_spares_leave_and_at_least_its_smallest_count(
     gpus: int, spares: int, replicas: int
 ) -> None:
-    counts = decided(gpus, new_job(spares, spec=replace(job().valid_job.spec, max_replicas=8)))
-    assert counts[0] <= replicas
-    limited = decided(replicas, new_job(0, spec=replace(job().valid_job.spec, max_replicas=8)))
-    assert counts == limited
+    with_spare, without = (new_job(spare_replicas=each, template=ON_GPU) for each in (spares, 0))
+    assert counts(gpus, with_spare)[0] <= replicas
+    assert counts(gpus, with_spare) == counts(replicas, without)
 
 
 @pytest.mark.parametrize(
@@ -263,23 +242,20 @@ def test_a_new_job_gets_what_its_spares_leave_and_at_least_its_smallest_count(
 )
 def test_spares_that_can_not_be_placed_do_not_shrink_the_job(pods: list[Pod]) -> None:
     members = [each.rank for each in pods if each.node]
-    assert decided(2, with_spares(members=members, waiting=[], pods=pods)) == [2]
+    assert counts(2, with_spares(members=members, waiting=[], pods=pods)) == [2]
 
 
 def test_a_spare_on_a_node_takes_a_place_that_no_other_job_gets() -> None:
-    other = job()
-    other = replace(other, name="other", uid="other", template=TEMPLATE)
-    other = replace(other, job=replace(other.valid_job, id=other.id))
-    waiting = observed(other, JobView.empty(other.id))
-    assert decided(3, with_spares(2, 0), waiting) == [2, 1]
-    assert decided(3, with_spares(), waiting) == [1, 1]
-    assert decided(4, with_spares(), waiting) == [2, 1]
+    waiting = new_job("other", template=ON_GPU)
+    assert counts(3, with_spares(2, 0), waiting) == [2, 1]
+    assert counts(3, with_spares(), waiting) == [1, 1]
+    assert counts(4, with_spares(), waiting) == [2, 1]
 
 
 def test_a_spare_that_can_not_be_placed_for_long_is_no_failed_placement() -> None:
     waiting = with_spares(waiting=[], pods=[pod(0), pod(1), pending_pod(2)])
     scheduler = Scheduler()
-    scheduler.set_resources([node(2)], ())
+    scheduler.set_resources([node("node1", 2)], ())
     for passed in (0.0, TIMEOUT_TRAINING + 1):
         scheduler.update(replace(waiting, now=NOW + passed))
     assert scheduler.schedule(replace(waiting, now=NOW + TIMEOUT_TRAINING + 1)).failed_placement is None
@@ -295,13 +271,14 @@ def test_the_free_resources_are_computed_once_however_many_jobs_have_spares(
         return free_nodes(*given)
 
     monkeypatch.setattr("adascale_controller.operator.schedule.candidate.free_nodes", count)
-    scheduler = Scheduler()
-    scheduler.set_resources([node(9)], ())
-    for index in range(3):
-        # The second spare of each job is on no node.
-        each = with_spares(1, 2, pods=[pod(0), pod(1)])
-        resource = replace(each.resource, name=f"job{index}", uid=f"uid{index}")
-        resource = replace(resource, job=replace(resource.valid_job, id=resource.id))
-        scheduler.update(replace(each, resource=resource))
-    scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
+    # The second spare of each job is on no node.
+    each = with_spares(1, 2, pods=[pod(0), pod(1)])
+    resources = [
+        replace(
+            job((1, 1), name=f"job{index}", spare_replicas=2, template=ON_GPU), status=each.resource.status
+        )
+        for index in range(3)
+    ]
+    jobs = [replace(each, resource=resource) for resource in resources]
+    decided(Scheduler(), *jobs, nodes=[node("node1", 9)])
     assert len(computed) == 1

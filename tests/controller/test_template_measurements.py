@@ -13,29 +13,25 @@ from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import StepTime
-from adascale_core.views.jobs import JobView
-from support.observed_jobs import SPEC, decided, job, observed, report, training_job
+from support.observed_jobs import SPEC, decided, new_job, report, training_job
 
 TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "mine:1"}]}}
 
 
 def first_job() -> ObservedJob:
     """Return a job that has trained on 1 and 2 replicas."""
-    at_two = training_job((2, 2))
+    at_two = training_job((2, 2), template=TEMPLATE)
     assert at_two.service is not None
     times = (StepTime(1, 4, 1, 0.1), StepTime(2, 4, 1, 0.101), StepTime(2, 8, 1, 0.15))
     service = replace(at_two.service, step_times=times, latest=report(2, 2))
-    return replace(at_two, service=service, resource=replace(at_two.resource, template=TEMPLATE))
+    return replace(at_two, service=service)
 
 
 def next_job(
     name: str, namespace: str = "team", template: dict[str, Any] = TEMPLATE, spec: JobSpec = SPEC
 ) -> ObservedJob:
     """Return a job that has not started."""
-    new = job(spec=spec)
-    new = replace(new, namespace=namespace, name=name, uid=f"{namespace}.{name}", template=template)
-    parsed = replace(new.valid_job, id=new.id)
-    return observed(replace(new, job=parsed), JobView.empty(new.id))
+    return new_job(name, namespace=namespace, template=template, spec=spec)
 
 
 def decide(scheduler: Scheduler, *jobs: ObservedJob) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from pydantic.alias_generators import to_camel
@@ -17,13 +18,14 @@ from adascale_controller.operator.observe.observed_job import CheckpointClaim, O
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
-from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
+from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.actions import (
     Actions,
     Schedule,
     Stop,
 )
 from adascale_controller.operator.types.kubernetes import (
+    ApiObject,
     ConditionType,
     JobCondition,
     condition_of,
@@ -43,23 +45,49 @@ DIGEST = "current-template"
 SPEC = JobSpec(4, 64, (4, 16), 1, 8, 1000)
 
 
+GPU = "nvidia.com/gpu"
+ON_GPU: ApiObject = {"spec": {"containers": [{"name": "worker", "resources": {"limits": {GPU: "1"}}}]}}
+"""A template whose pods request an accelerator."""
+ON_CPU: ApiObject = {"spec": {"containers": [{"name": "worker"}]}}
+
+
 def checkpoint_settings(**fields: Any) -> Checkpoint:
     """Return `spec.checkpoint`, of fields with their names in Python."""
     return Checkpoint.model_validate({to_camel(name): value for name, value in fields.items()})
 
 
 def job(
-    recorded: tuple[int, int] | None = None, *, status: Mapping[str, Any] | None = None, **spec: Any
+    recorded: tuple[int, int] | None = None,
+    *,
+    name: str = "digits",
+    namespace: str = "team",
+    template: ApiObject | None = None,
+    status: Mapping[str, Any] | None = None,
+    **spec: Any,
 ) -> AdaScaleJob:
     """Return an AdaScaleJob with a recorded allocation (generation, replicas); `spec` are fields of `Job`."""
     current = dict(status or {})
     if recorded is not None:
         current["allocation"] = {"generation": recorded[0], "replicas": recorded[1]}
         current.setdefault("startTime", "2027-01-15T08:00:00Z")
-    parsed = JobDefinition(
-        "team.digits", spec.pop("spec", SPEC), **{"checkpoint": Checkpoint(path="/data"), **spec}
+    job_id = f"{namespace}.{name}"
+    parsed = JobDefinition(job_id, spec.pop("spec", SPEC), **{"checkpoint": Checkpoint(path="/data"), **spec})
+    uid = "job-uid" if name == "digits" else job_id
+    return AdaScaleJob(
+        namespace, name, uid, 1, int(NOW) - 100, parsed, template=template or {}, status=current
     )
-    return AdaScaleJob("team", "digits", "job-uid", 1, int(NOW) - 100, parsed, status=current)
+
+
+def node(name: str, gpus: int, labels: Mapping[str, str] = MappingProxyType({})) -> ApiObject:
+    """Return a node that is ready, with this number of accelerators."""
+    return {
+        "metadata": {"name": name, "resourceVersion": str(gpus), "labels": dict(labels)},
+        "spec": {},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "allocatable": {"cpu": "8", "pods": "110"} | ({GPU: str(gpus)} if gpus else {}),
+        },
+    }
 
 
 def pod(rank: int, **changes: Any) -> Pod:
@@ -168,6 +196,12 @@ def observed(
     return replace(built, **changes)
 
 
+def new_job(name: str = "digits", **spec: Any) -> ObservedJob:
+    """Return a job that the metrics service does not know yet; `spec` as for `job`."""
+    made = job(name=name, **spec)
+    return observed(made, JobView.empty(made.id))
+
+
 def training_job(recorded: tuple[int, int] = (1, 2), **spec: Any) -> ObservedJob:
     """Return a job that trains with its recorded allocation."""
     return observed(job(recorded, **spec), view(recorded, recorded), recorded[1])
@@ -223,18 +257,14 @@ def events(actions: Actions) -> list[str]:
 # -- decisions about them ------------------------------------------------------------
 
 
-def decided(scheduler: Scheduler, *jobs: ObservedJob) -> Mapping[str, Decision]:
-    """Return the decisions about these jobs, which are all that may run, without nodes."""
-    result = result_of(scheduler, *jobs)
-    return dict(result.decisions)
-
-
-def result_of(scheduler: Scheduler, *jobs: ObservedJob) -> DecisionResult:
-    """Decide about these jobs, which are all that may run, without nodes, and adopt it."""
+def decided(
+    scheduler: Scheduler, *jobs: ObservedJob, nodes: Sequence[ApiObject] | None = None
+) -> Mapping[str, Decision]:
+    """Decide about these jobs, which are all that may run, and adopt the decisions."""
     scheduler.retain({job.resource.uid for job in jobs})
-    scheduler.set_resources(None, ())
+    scheduler.set_resources(nodes, ())
     for job in jobs:
         scheduler.update(job)
     result = scheduler.solve(scheduler.decision_input())
     scheduler.adopt(result, jobs[0].now if jobs else 0.0)
-    return result
+    return dict(result.decisions)
