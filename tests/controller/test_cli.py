@@ -157,10 +157,6 @@ def test_a_script_that_is_not_here_is_warned_of(tmp_path: Path) -> None:
     assert "Warning: `adascale run` refuses it here: the script 'absent.py' of the job's" in shown.stdout
 
 
-def test_the_example_job_is_valid() -> None:
-    assert adascale("validate", "deploy/adascalejob.yaml").returncode == 0
-
-
 def test_every_error_of_a_job_is_shown_without_a_traceback(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", ["python"], maxReplica=2, bakoffLimit=1)
     for command in ("validate", "run"):
@@ -173,35 +169,7 @@ def test_every_error_of_a_job_is_shown_without_a_traceback(tmp_path: Path) -> No
         ]
 
 
-@pytest.mark.parametrize("command", ["validate", "run"])
-def test_a_job_without_a_command_is_an_error(tmp_path: Path, command: str) -> None:
-    job = write_job(tmp_path / "job.yaml", [])
-    failed = adascale(command, job)
-    assert failed.returncode == 2
-    assert failed.stdout == ""
-    assert failed.stderr.startswith(
-        f"adascale: {job}:12: spec.template.spec.containers[0].command: is required"
-    )
-
-
-def test_a_missing_file_is_an_error() -> None:
-    failed = adascale("validate", "absent.yaml")
-    assert failed.returncode == 2
-    assert failed.stderr == "adascale: absent.yaml: no such file\n"
-
-
 # -- errors of run ----------------------------------------------------------------------------------------
-
-
-def test_a_job_that_needs_more_replicas_than_the_limit_is_an_error(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml", ["python"], batchSize=12, minReplicas=5, maxReplicas=8)
-    failed = adascale("run", job, "--state-dir", tmp_path / "state", "--replicas", 5)
-    assert failed.returncode == 2
-    assert failed.stderr == (
-        "adascale: test needs at least 6 replicas, but --replicas is 5: "
-        "use --replicas 6 or more, or lower spec.minReplicas\n"
-    )
-    assert not (tmp_path / "state").exists()
 
 
 def test_a_port_in_use_is_an_error_if_it_is_requested(tmp_path: Path, service: Service) -> None:
@@ -209,13 +177,6 @@ def test_a_port_in_use_is_an_error_if_it_is_requested(tmp_path: Path, service: S
     failed = adascale("run", job, "--state-dir", tmp_path / "state", "--port", service.port)
     assert failed.returncode == 2
     assert f"cannot listen on port {service.port}: address already in use" in failed.stderr
-
-
-def test_a_state_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml", ["python", "-c", "pass"])
-    failed = adascale("run", job, "--state-dir", "/proc/state")
-    assert failed.returncode == 2
-    assert "cannot create the state folder /proc/state" in failed.stderr
 
 
 # -- explain ---------------------------------------------------------------------------------------------
@@ -305,9 +266,3 @@ def test_a_service_that_does_not_answer_is_an_error() -> None:
     assert failed.stderr == (
         "adascale: the metrics service at http://127.0.0.1:9 does not answer: connection refused\n"
     )
-
-
-def test_an_invalid_job_name_is_an_error() -> None:
-    failed = adascale("gain", "No_Name", "--url", "http://127.0.0.1:9")
-    assert failed.returncode == 2
-    assert "job name 'No_Name' is not valid" in failed.stderr

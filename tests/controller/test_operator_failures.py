@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,9 +14,7 @@ from adascale_controller.operator.types.kubernetes import (
     condition_of,
 )
 from adascale_core.failures import TerminationMessage
-from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import ReplicaState
-from adascale_core.messages.reports import StepTime
 from support.observed_jobs import (
     NOW,
     actions_for,
@@ -29,7 +26,6 @@ from support.observed_jobs import (
     observed,
     pod,
     replica,
-    report,
     training_job,
     view,
     with_status,
@@ -64,60 +60,15 @@ def test_a_program_that_exceeds_backoff_limit_fails_the_job_with_its_last_output
     )
 
 
-@pytest.mark.parametrize(
-    ("restarts", "pods", "ends"),
-    [
-        (2, [pod(0)], None),
-        (3, [pod(0)], "(killed by SIGKILL)"),
-        (3, [pod(0, exit=PodExit(137, reason="OOMKilled"))], "(OOMKilled, killed by SIGKILL)"),
-    ],
-)
-def test_a_job_fails_after_too_many_restarts_without_a_step(
-    restarts: int, pods: list[Pod], ends: str | None
-) -> None:
+def test_the_end_after_too_many_restarts_names_what_killed_the_last_pod() -> None:
     lost = replace(replica(0, ReplicaState.LOST, 5), exit_code=-9)
-    service = view((6, 1), (5, 1), replicas=(lost,), broken=True, restarts_without_progress=restarts)
-    restarted = observed(job((6, 1), max_restarts_without_progress=2), service, pods)
-    actions = actions_for(restarted, 1)
-    failed = condition_of(actions.status, ConditionType.FAILED)
-    assert actions.status["failures"] == 0, "disruptions do not count against backoffLimit"
-    if ends is None:
-        assert failed is None
-        return
-    assert failed is not None
-    assert failed.status
-    assert failed.reason == Reason.NO_PROGRESS
-    expected = (
-        "The trainers were lost 3 times without a step in between, maxRestartsWithoutProgress (2) exceeded"
-    )
-    assert failed.message == f"{expected} {ends}"
+    service = view((6, 1), (5, 1), replicas=(lost,), broken=True, restarts_without_progress=3)
+    pods = [pod(0, exit=PodExit(137, reason="OOMKilled"))]
+    actions = actions_for(observed(job((6, 1), max_restarts_without_progress=2), service, pods), 1)
+    failed = condition(actions, ConditionType.FAILED)
+    assert (failed.status, failed.reason) == (True, Reason.NO_PROGRESS)
+    assert failed.message.endswith("(OOMKilled, killed by SIGKILL)")
     assert writes(actions).keys() <= {"end", "allocate"}
-
-
-@pytest.mark.parametrize(("trained_on", "fails"), [((), True), ((2,), True), ((1, 2), False)])
-def test_a_program_that_cannot_have_several_replicas_fails_unless_it_has_trained_on_one(
-    trained_on: tuple[int, ...], fails: bool
-) -> None:
-    failed = failed_pod(0, 5)
-    assert failed.exit is not None
-    single = replace(failed, exit=replace(failed.exit, exit_code=77))
-    steps = tuple(StepTime(count, 4, 1, 0.1) for count in trained_on)
-    at_two = observed(job((5, 2)), view((5, 2), (5, 2), step_times=steps), [single])
-    ended = condition_of(actions_for(at_two, 1).status, ConditionType.FAILED)
-    assert (ended is not None and ended.reason == Reason.PROGRAM_FAILED) == fails
-
-
-def test_a_program_that_would_fail_again_fails_the_job_at_once_with_its_last_output() -> None:
-    failed = failed_pod(0, 4)
-    assert failed.exit is not None
-    permanent = replace(failed, exit=replace(failed.exit, exit_code=78))
-    actions = actions_for(replace(training_job((5, 1), backoff_limit=3), pods=[permanent]), 1)
-    assert condition(actions, ConditionType.FAILED).reason == Reason.PROGRAM_FAILED
-    message = condition(actions, ConditionType.FAILED).message
-    assert "it would fail again" in message
-    assert "exit code 78" in message
-    assert "ValueError: no" in message
-    assert writes(actions) == {"allocate": Allocation(6, 0, failed=True)}
 
 
 REFUSAL = "replica 2 has adascale 9.9, but replica 0, which trains, has 0.1.0"
@@ -168,55 +119,6 @@ def test_a_later_end_of_a_replica_that_was_refused_is_no_refusal() -> None:
     later = pod(2, uid="later", created_at=NOW - 60, phase="Failed", exit=PodExit(137))
     growing = observed(job((6, 3)), view((6, 3), (5, 2)), [pod(0), pod(1), later, REFUSED])
     assert condition(actions_for(growing, 3), RESCALING).reason == Reason.PREPARING_REPLICAS
-
-
-@pytest.mark.parametrize(
-    ("pods", "changes", "fails"),
-    [
-        ([failed_pod(0, created_at=NOW - 50), failed_pod(0, created_at=NOW - 40)], {}, True),
-        ([failed_pod(0, 3, created_at=NOW - 50), failed_pod(0, 4, created_at=NOW - 40)], {}, True),
-        ([failed_pod(0, 3, created_at=NOW - 50), failed_pod(1, 3, created_at=NOW - 40)], {}, False),
-        (
-            [failed_pod(0, 3, created_at=NOW - 50), failed_pod(0, 4, created_at=NOW - 40)],
-            {"latest": report(4)},
-            False,
-        ),
-        (
-            [failed_pod(0, 3, created_at=NOW - 50), failed_pod(0, 4, created_at=NOW - 40)],
-            {"step_times": (StepTime(2, 4, 1, 0.1),)},
-            False,
-        ),
-    ],
-    ids=[
-        "before any generation",
-        "before a step",
-        "on two ranks at once",
-        "after a step",
-        "on more replicas",
-    ],
-)
-def test_the_same_failure_before_the_first_step_is_retried_once(
-    pods: list[Pod], changes: dict[str, Any], fails: bool
-) -> None:
-    starting = observed(job((5, 1)), view((5, 1), **changes), pods)
-    actions = actions_for(starting, 1)
-    failed = condition_of(actions.status, ConditionType.FAILED)
-    assert (failed is not None and failed.status) == fails
-    if failed is not None and fails:
-        assert failed.reason == Reason.PROGRAM_FAILED
-        expected = (
-            "ValueError: no. The program has failed twice in the same way before its first step. Replica 0"
-        )
-        assert failed.message.startswith(expected)
-        assert "ValueError: no" in failed.message
-
-
-def test_different_failures_before_the_first_step_are_retried() -> None:
-    other = failed_pod(0, created_at=NOW - 40)
-    assert other.exit is not None
-    other = replace(other, exit=replace(other.exit, exit_code=4))
-    starting = observed(job((5, 1)), view((5, 1)), [failed_pod(0), other])
-    assert condition_of(actions_for(starting, 1).status, ConditionType.FAILED) is None
 
 
 def test_a_failed_condition_with_a_reason_of_another_version_is_kept() -> None:
