@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from adascale_controller.job_definition import JobDefinition
-from adascale_controller.measurements import (
+from adascale_controller.schedule.measurements import (
     DEFAULT_DOWNTIME,
     DEFAULT_PREPARATION,
     JobMeasurements,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.observe.observed_job import Admission, ObservedJob
-from adascale_controller.operator.schedule import job_memory
 from adascale_controller.operator.schedule.scheduler import MAX_HOLD, Scheduler
 from adascale_controller.operator.types.kubernetes import Resource
+from adascale_controller.schedule import capacity_requests
 from adascale_core.decision.decide import Decision
 from support.observed_jobs import GPU, NOW, ON_GPU, SPEC, decided, job, new_job, node, observed, pod, view
 from support.world import World
@@ -83,14 +83,14 @@ def test_pods_that_can_not_be_preempted_are_not_free(priority: int, admitted: Ob
 def test_a_preemption_that_does_not_happen_is_given_up_and_not_requested_again_at_once() -> None:
     world = crowded(0, priority=1000)
     world.run_cycles(5)
-    world.now += job_memory.PREEMPTION.timeout
+    world.now += capacity_requests.PREEMPTION.timeout
     world.run_cycles(5)
     assert world.live_pods == []
     assert (
         "were not placed within 5 min 0 s; the next request is 5 min 0 s later"
         in world.condition()["message"]
     )
-    world.now += job_memory.FIRST_REQUEST_PAUSE
+    world.now += capacity_requests.FIRST_REQUEST_PAUSE
     world.run_cycles(5)
     assert len(world.live_pods) == 1
 

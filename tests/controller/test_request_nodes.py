@@ -10,6 +10,7 @@ import pytest
 
 from adascale_controller.operator.schedule import job_memory, scheduler
 from adascale_controller.operator.types.kubernetes import Resource
+from adascale_controller.schedule import capacity_requests
 from adascale_core import names
 from adascale_core.messages.reports import GainReport, StepTime
 from support.world import GPU, World
@@ -117,13 +118,13 @@ def test_a_request_without_success_is_given_up_and_repeated_after_a_pause_that_d
     for pause in ("5 min 0 s", "10 min 0 s"):
         autoscaler.run(5)
         assert len(world.live_pods) == 1
-        world.now += job_memory.NODES.timeout
+        world.now += capacity_requests.NODES.timeout
         autoscaler.run(5)
         assert world.live_pods == []
         assert f"the next request is {pause} later" in world.condition()["message"]
         autoscaler.run(5)
         assert world.writes == []
-        world.now += 2 * job_memory.FIRST_REQUEST_PAUSE
+        world.now += 2 * capacity_requests.FIRST_REQUEST_PAUSE
 
 
 def test_a_job_that_would_use_more_replicas_requests_one_step_of_growth_at_a_time(world: World) -> None:
@@ -145,7 +146,7 @@ def test_a_job_that_would_use_more_replicas_requests_one_step_of_growth_at_a_tim
     assert world.condition()["message"] == "Training on 2 replicas"
     pods = len(world.live_pods)
     assert pods > 2
-    world.now += job_memory.NODES.timeout
+    world.now += capacity_requests.NODES.timeout
     autoscaler.run(10)
     assert len(world.live_pods) == 2, "it is given up, and training went on"
     assert world.condition()["message"] == "Training on 2 replicas"

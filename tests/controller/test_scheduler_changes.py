@@ -291,5 +291,5 @@ def test_the_weights_of_jobs_follow_the_fairness_of_the_operator(
     for number, accelerator in enumerate(("h200", "l4")):
         scheduler.update(_on_type(training(number, 2, None, 1, measured=True), accelerator))
     result = scheduler.solve(scheduler.decision_input())
-    found = [utility.weight for problem in result.problems for utility in problem.queue]
+    found = [utility.weight for problem in result.solution.problems for utility in problem.queue]
     assert sorted(found) == weights

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.measurements import MeasuredTemplate, TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.schedule.measurements import MeasuredTemplate, TemplateMeasurements
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import StepTime

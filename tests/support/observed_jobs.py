@@ -267,4 +267,4 @@ def decided(
         scheduler.update(job)
     result = scheduler.solve(scheduler.decision_input())
     scheduler.adopt(result, jobs[0].now if jobs else 0.0)
-    return dict(result.decisions)
+    return dict(result.solution.decisions)

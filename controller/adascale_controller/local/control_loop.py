@@ -27,7 +27,7 @@ from adascale_controller.local.processes import StopSignals, has_message
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
 from adascale_controller.local.replicas import Replicas, RunResult
 from adascale_controller.local.service_process import ServiceSupervisor
-from adascale_controller.measurements import JobMeasurements, training_target
+from adascale_controller.schedule.measurements import JobMeasurements, training_target
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState

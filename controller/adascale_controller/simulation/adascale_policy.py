@@ -13,20 +13,19 @@ from enum import StrEnum
 import numpy as np
 
 from adascale_controller.job_definition import JobDefinition
-from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
+from adascale_controller.schedule.cycle import Contender, Solution, decide_all
+from adascale_controller.schedule.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_controller.simulation.application import Application, fixed_plan
 from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan, plan_batch
-from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.job_utility import JobState
-from adascale_core.decision.type_choice import TypeChoice, TypeOptions
+from adascale_core.decision.type_choice import TypeOptions
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.goodput_table import goodputs
 from adascale_core.performance.throughput import StepTimeModel, fit_all
-from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node, choose_nodes
 from adascale_core.views.jobs import JobView
 
@@ -91,12 +90,10 @@ class AdaScalePolicy:
         self._templates = TemplateMeasurements()
         self._measurements: dict[str, JobMeasurements] = {}
         self._jobs: dict[str, JobDefinition] = {}
-        self._problems: Sequence[DecisionProblem] = ()
-        self._capacity: NodeCapacity | None = None
         self._nodes: list[Node] = []
-        self._demands: dict[str, tuple[tuple[int, ...], Demand]] = {}
-        self._choice: TypeChoice | None = None
-        self._typed_demands: dict[tuple[str, str], tuple[tuple[int, ...], Demand]] = {}
+        self._solution = Solution()
+        self._demands: dict[tuple[str, str], tuple[tuple[int, ...], Demand]] = {}
+        """Job name and type -> the nodes that it has there, and what it requests."""
         self._trainer_models: dict[str, tuple[Sequence[StepTime], str, StepTimeModel]] = {}
         """Job name -> the step times and the type of accelerator that a model is fitted to, and the model."""
         self._views: dict[str, tuple[object, JobView]] = {}
@@ -113,72 +110,44 @@ class AdaScalePolicy:
                 Node(f"node-{i:06}", {GPU: units, "pods": 1_000_000})
                 for i, units in enumerate(settings.nodes)
             ]
-        if settings.types:
-            return self._allocate_on_types(jobs, settings, now)
-        demands = {job.name: self._demand(job) for job in jobs}
-        self._capacity = NodeCapacity(self._nodes, demands, self._capacity)
-        states = [self._state(job, settings, now) for job in jobs]
-        problem = DecisionProblem.of(states, self._capacity, self._problems, fairness=self._fairness)
-        self._problems = (problem,)
-        counts = {name: decision.replicas for name, decision in problem.decide(now).items()}
+        contenders = [self._contender(job, settings, now) for job in jobs]
+        self._solution = decide_all(contenders, self._nodes, now, self._solution, fairness=self._fairness)
         self._fit_trainer_models(jobs)
-        present = {job.name: job.nodes for job in jobs}
-        return place(present, counts, settings.nodes, self._placement)
-
-    def _allocate_on_types(
-        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Return job name -> node of each replica, on a cluster with several types of accelerators."""
-        options = sorted((self._options(job, settings, now) for job in jobs), key=_admission_order)
-        self._choice = TypeChoice.of(options, self._nodes, now, self._choice, fairness=self._fairness)
-        types = self._choice.types
-        demands = {each.job: each.demands[types[each.job]] for each in options}
-        states = [each.states[types[each.job]] for each in options]
-        self._capacity = NodeCapacity(self._nodes, demands, self._capacity)
-        self._problems = DecisionProblem.independent(
-            states, self._capacity, self._problems, self._choice, fairness=self._fairness
-        )
-        counts = {
-            name: decision.replicas
-            for problem in self._problems
-            for name, decision in problem.decide(now).items()
-        }
-        self._fit_trainer_models(jobs)
-        placed: dict[str, tuple[int, ...]] = {}
+        assert self._solution.choice is not None
+        types, placed = self._solution.choice.types, dict[str, tuple[int, ...]]()
         for name, nodes in settings.nodes_by_type().items():
-            group = [job for job in jobs if types[job.name] == name]
-            sizes = [units if node in nodes else 0 for node, units in enumerate(settings.nodes)]
+            group = [job for job in jobs if types.get(job.name, "") == name]
+            own = set(nodes)
             placed |= place(
                 {job.name: job.nodes for job in group if settings.type_of(job.nodes) == name},
-                {job.name: counts[job.name] for job in group},
-                sizes,
+                {job.name: self._solution.decisions[job.name].replicas for job in group},
+                [units if node in own else 0 for node, units in enumerate(settings.nodes)],
                 self._placement,
             )
         return placed
 
-    def _options(self, job: SimulatedJob, settings: SimulationSettings, now: float) -> TypeOptions:
-        """Return the types on which a job may run."""
+    def _contender(self, job: SimulatedJob, settings: SimulationSettings, now: float) -> Contender:
+        """Return a job as the decision sees it, with the types on which it may run if there are several."""
         present = settings.type_of(job.nodes) if job.nodes else None
-        states = {name: self._state(job, settings, now, name) for name in settings.nodes_by_type()}
-        demands = {}
-        for name, nodes in settings.nodes_by_type().items():
-            key = job.name, name
-            used = job.nodes if name == present else ()
-            known = self._typed_demands.get(key)
-            if known is None or known[0] != used:
-                placed = {rank: self._nodes[node].name for rank, node in enumerate(used)}
-                among = frozenset(self._nodes[node].name for node in nodes)
-                known = self._typed_demands[key] = used, Demand({GPU: 1}, among, placed)
-            demands[name] = known[1]
+        types = settings.nodes_by_type() if settings.types else {}
+        states = {name: self._state(job, settings, now, name) for name in types}
+        demands = {name: self._demand(job, name, job.nodes * (name == present), types) for name in types}
         smallest = {name: state.min_replicas for name, state in states.items()}
-        return TypeOptions(job.name, smallest, demands, present, states)
+        options = TypeOptions(job.name, smallest, demands, present if types else None, states)
+        if types:
+            name = next(iter(types))
+            return Contender(states[name], demands[name], options)
+        return Contender(self._state(job, settings, now), self._demand(job, "", job.nodes, types), options)
 
-    def _demand(self, job: SimulatedJob) -> Demand:
-        """Return what the job requests, the same object as before if its nodes are the same."""
-        known = self._demands.get(job.name)
-        if known is None or known[0] != job.nodes:
-            placed = {rank: self._nodes[node].name for rank, node in enumerate(job.nodes)}
-            known = self._demands[job.name] = job.nodes, Demand({GPU: 1}, None, placed)
+    def _demand(
+        self, job: SimulatedJob, name: str, nodes: tuple[int, ...], types: Mapping[str, Sequence[int]]
+    ) -> Demand:
+        """Return what the job requests on a type, the same object as before if its nodes are the same."""
+        known = self._demands.get((job.name, name))
+        if known is None or known[0] != nodes:
+            placed = {rank: self._nodes[node].name for rank, node in enumerate(nodes)}
+            among = frozenset(self._nodes[node].name for node in types[name]) if types else None
+            known = self._demands[job.name, name] = nodes, Demand({GPU: 1}, among, placed)
         return known[1]
 
     def plan(self, job: SimulatedJob) -> BatchPlan:
@@ -254,10 +223,6 @@ class AdaScalePolicy:
             moves=accelerator is not None and bool(job.nodes) and settings.type_of(job.nodes) != accelerator,
             deadline=deadline if deadline is not None and deadline > now else None,
         )
-
-
-def _admission_order(options: TypeOptions) -> tuple[bool, int, float, float, str]:
-    return next(iter(options.states.values())).admission_order
 
 
 def _job(job: SimulatedJob, total: int) -> JobDefinition:

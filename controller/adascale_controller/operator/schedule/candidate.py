@@ -10,18 +10,19 @@ from functools import cached_property
 from typing import Any
 
 from adascale_controller.formatting import plural
-from adascale_controller.measurements import training_target
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.nodes import TypedDemands, free_nodes
 from adascale_controller.operator.schedule.quota import describe_quota, quota_limit
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_controller.schedule.cycle import Contender, Solution
+from adascale_controller.schedule.measurements import training_target
+from adascale_core.decision.decide import Decision
 from adascale_core.decision.job_utility import JobState
-from adascale_core.decision.type_choice import TypeOptions
+from adascale_core.decision.type_choice import Accelerator, TypeChoice, TypeOptions
 from adascale_core.performance.goodput_table import candidate_counts
-from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
+from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node
 
 
@@ -71,8 +72,8 @@ class Candidate:
         return counts[0] if counts else None
 
     @cached_property
-    def options(self) -> TypeOptions:
-        """Return the types from which to choose: those on which a count is valid."""
+    def contender(self) -> Contender:
+        """It as the decision compares it: with the types on which a count is valid."""
         smallest = {}
         for name, state in self.states.items():
             counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
@@ -80,7 +81,18 @@ class Candidate:
                 smallest[name] = counts[0]
         demands = {name: self.types.by_type[name].demand for name in smallest}
         states = {name: self.states[name] for name in smallest}
-        return TypeOptions(self.state.id, smallest, demands, self.types.present, states)
+        options = TypeOptions(self.state.id, smallest, demands, self.types.present, states)
+        return Contender(self.state, self.demand, options)
+
+    def explained(self, decision: Decision, choice: TypeChoice | None) -> Decision:
+        """Return a decision about it with the type that was chosen, and with why it has to shrink."""
+        if choice is not None:
+            name = choice.types.get(self.state.id)
+            accelerator = Accelerator() if name is None else self.types.by_type[name].accelerator
+            decision = replace(decision, accelerator=accelerator)
+        if self.limit_reason is not None and decision.replicas < self.state.replicas:
+            decision = replace(decision, reason=self.limit_reason)
+        return decision
 
     def has_same_demand(self, other: Candidate) -> bool:
         """Whether two candidates request the same, apart from the nodes and the type of their replicas."""
@@ -237,87 +249,24 @@ class Resources:
         """The lowest priority of those pods that are on a node. None if there are none."""
         return min((pod.priority or 0 for pod in self._pods if pod.node), default=None)
 
-    def capacity(
-        self,
-        candidates: Iterable[Candidate],
-        demands: Mapping[str, Demand],
-        known: Sequence[DecisionProblem] = (),
-    ) -> Capacity:
-        """Return what the replicas of jobs have to fit into."""
-        if self.free is None:
-            return ReplicaCapacity(sum(each.state.max_replicas for each in candidates))
-        bounds = (problem.bound for problem in known)
-        before = next((bound for bound in bounds if isinstance(bound, NodeCapacity)), None)
-        return NodeCapacity(self.free, demands, before)
+    def places(self, candidates: Iterable[Candidate]) -> Sequence[Node] | int:
+        """Return the free nodes, or where they are not known, how many replicas there can be."""
+        return sum(each.state.max_replicas for each in candidates) if self.free is None else self.free
 
 
 def _without(node: Node, taken: Mapping[str, int]) -> Node:
     return replace(node, free={name: units - taken.get(name, 0) for name, units in node.free.items()})
 
 
-# -- which decisions hold until the next one: a decision takes time, in which jobs may change ----------------
-
-
-def holding(decision: Decision | None, state: JobState) -> Decision | None:
-    """Return what holds for a job until the next decision: the last one, or less if it allows less by now.
-
-    A job that runs and was not decided about yet keeps its count. None if it has none either.
-    """
-    if decision is None:
-        if not state.replicas:
-            return None
-        decision = Decision(state.replicas, "unchanged")
-    counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
-    allowed = [count for count in counts if state.limit is None or count <= state.limit] or counts[:1]
-    smaller = [count for count in allowed if count < decision.replicas]
-    if decision.replicas in allowed or not smaller:
-        return decision
-    return replace(
-        decision, replicas=smaller[-1], reason=f"at most {smaller[-1]} may be used now", waiting=False
-    )
-
-
-def still_applies(state: JobState, decided_on: JobState, decision: Decision) -> bool:
-    """Whether a decision about the state `decided_on` holds for `state`: only measurements are new."""
-    counts = decided_on.replicas, decision.replicas
-    is_same = state is decided_on or constraints(state) == constraints(decided_on)
-    return is_same and state.replicas in counts
-
-
-def constraints(state: JobState) -> tuple[object, ...]:
-    """Return what a decision must respect in a job."""
-    return (
-        state.bounds,
-        state.min_replicas,
-        state.max_replicas,
-        state.limit,
-        state.arrival,
-        state.priority,
-        state.preempts,
-        state.deadline,
-    )
-
-
-def requested(decision: Decision) -> object:
-    """Return what a job gets by a decision; the reason matters where it is shown."""
-    return decision.replicas or decision.reason, decision.accelerator
-
-
-# -- counts that do not fit ----------------------------------------------------------------------------------
-
-
 def find_preempting(
-    candidates: Iterable[Candidate],
-    decisions: Mapping[str, Decision],
-    resources: Resources,
-    demands: Mapping[str, Demand],
+    candidates: Iterable[Candidate], solution: Solution, resources: Resources
 ) -> frozenset[str]:
     """Return the jobs without replicas whose smallest count fits if pods of lower priority are preempted."""
-    lowest = resources.lowest_priority
+    lowest, decisions = resources.lowest_priority, solution.decisions
     counts = {job_id: decision.replicas for job_id, decision in decisions.items() if decision.replicas}
     found: set[str] = set()
     free: dict[int, Sequence[Node]] = {}
-    for candidate in candidates:
+    for candidate in sorted(candidates, key=lambda each: each.state.admission_order):
         state, smallest = candidate.state, candidate.smallest
         if not decisions[state.id].waiting or not state.preempts or smallest is None:
             continue
@@ -325,30 +274,7 @@ def find_preempting(
             continue
         if state.priority not in free:
             free[state.priority] = resources.free_below(state.priority)
-        if NodeCapacity(free[state.priority], demands).fits(counts | {state.id: smallest}):
+        if NodeCapacity(free[state.priority], solution.demands).fits(counts | {state.id: smallest}):
             counts[state.id] = smallest
             found.add(state.id)
     return frozenset(found)
-
-
-def find_growth(
-    problems: Iterable[DecisionProblem],
-    decisions: Mapping[str, Decision],
-    jobs: Collection[str],
-    now: float,
-) -> dict[str, int]:
-    """Return job id -> the next larger count of a job that has a higher utility than the decided one."""
-    found = {}
-    for utility in (each for problem in problems for each in problem.queue if each.job.id in jobs):
-        count = decisions[utility.job.id].replicas
-        on_one_node, on_several = utility.utilities(now)
-        if count in on_several:
-            better = (
-                larger
-                for larger in on_several
-                if larger > count and max(on_one_node[larger], on_several[larger]) > on_several[count]
-            )
-            following = min(better, default=None)
-            if following is not None:
-                found[utility.job.id] = following
-    return found

@@ -11,33 +11,38 @@ from types import MappingProxyType
 
 from adascale_controller.explanations import ExplanationSchedule
 from adascale_controller.formatting import plural
-from adascale_controller.measurements import TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.candidate import (
     Candidate,
     Resources,
     SparePods,
-    find_growth,
     find_preempting,
-    holding,
     make_candidate,
-    requested,
-    still_applies,
 )
-from adascale_controller.operator.schedule.job_memory import (
+from adascale_controller.operator.schedule.job_memory import JobMemory
+from adascale_controller.operator.schedule.nodes import AcceleratorTypes, NodeSelection, TypedDemands
+from adascale_controller.operator.types.actions import Schedule
+from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.schedule.capacity_requests import (
     MAX_REQUESTING_JOBS,
     NODES,
     PREEMPTION,
-    JobMemory,
+    CapacityRequest,
     RequestKind,
 )
-from adascale_controller.operator.schedule.nodes import AcceleratorTypes, NodeSelection, TypedDemands
-from adascale_controller.operator.types.actions import CapacityRequest, Schedule
-from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_controller.schedule.cycle import (
+    Solution,
+    capacity_of,
+    decide_all,
+    find_growth,
+    holding,
+    requested,
+    still_applies,
+)
+from adascale_controller.schedule.measurements import TemplateMeasurements
+from adascale_core.decision.decide import Decision
 from adascale_core.decision.explanation import explain
-from adascale_core.decision.type_choice import Accelerator, TypeChoice
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.placement.packing import Demand
 from adascale_core.views.decision import DecisionView, LimitKind, LimitView
@@ -73,16 +78,14 @@ class DecisionResult:
     """A decision about all jobs that may run."""
 
     input: DecisionInput
-    decisions: Mapping[str, Decision]  # job id -> the replica count
+    solution: Solution
     decided_at: float
-    problems: Sequence[DecisionProblem]
     next_change: float  # when the same problem may have another solution, on the monotonic clock
     cost: float  # the seconds of processor time that it took
     # the jobs without replicas whose smallest count fits if pods of lower priority leave
     preempting: frozenset[str] = frozenset()
     # job id -> the next larger count of a job that may request nodes, and would use them
     growth: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    choice: TypeChoice | None = None  # of the types of accelerators. None if nodes are not known.
 
 
 @dataclass
@@ -279,42 +282,26 @@ class Scheduler:
         if before is not None and same_jobs and before.input.resources.free == resources.free:
             cost = max(before.cost, time.thread_time() - begun)
             return replace(before, input=given, cost=cost)
-        ordered = sorted(candidates.values(), key=lambda each: each.state.admission_order)
-        choice: TypeChoice | None = None
-        if resources.free is not None:
-            known = before.choice if before else None
-            choice = TypeChoice.of(
-                [each.options for each in ordered], resources.free, now, known, fairness=self._fairness
-            )
-        types = choice.types if choice is not None else {}
-        demands = {job_id: each.demand_on(types.get(job_id)) for job_id, each in candidates.items()}
-        states = [each.state_on(types.get(job_id)) for job_id, each in candidates.items()]
-        capacity = resources.capacity(candidates.values(), demands, before.problems if before else ())
-        problems = DecisionProblem.independent(
-            states, capacity, before.problems if before else (), choice, fairness=self._fairness
+        solution = decide_all(
+            [each.contender for each in candidates.values()],
+            resources.places(candidates.values()),
+            now,
+            before.solution if before is not None else Solution(),
+            fairness=self._fairness,
         )
-        decisions: dict[str, Decision] = {}
-        for problem in problems:
-            decisions |= problem.decide(now)
-        for job_id, candidate in candidates.items():
-            decision = decisions[job_id]
-            if resources.free is not None:
-                accelerator = Accelerator()
-                if job_id in types:
-                    accelerator = candidate.types.by_type[types[job_id]].accelerator
-                decision = decisions[job_id] = replace(decision, accelerator=accelerator)
-            if candidate.limit_reason is not None and decision.replicas < candidate.state.replicas:
-                decisions[job_id] = replace(decision, reason=candidate.limit_reason)
-        next_change = min((problem.next_change(now) for problem in problems), default=inf)
-        preempting = find_preempting(ordered, decisions, resources, demands)
+        choice, decided = solution.choice, solution.decisions.items()
+        decisions = {job: candidates[job].explained(each, choice) for job, each in decided}
+        solution = replace(solution, decisions=decisions)
+        next_change = min((problem.next_change(now) for problem in solution.problems), default=inf)
+        preempting = find_preempting(candidates.values(), solution, resources)
         growing = {job_id for job_id, each in candidates.items() if self._may_request_nodes(each)}
-        growth = find_growth(problems, decisions, growing, now)
+        growth = find_growth(solution.problems, decisions, growing, now)
         cost = time.thread_time() - begun
-        return DecisionResult(given, decisions, now, problems, next_change, cost, preempting, growth, choice)
+        return DecisionResult(given, solution, now, next_change, cost, preempting, growth)
 
     def adopt(self, result: DecisionResult, now: float) -> set[str]:
         """Use a decision, except about jobs that have changed since, and return the jobs to look at again."""
-        decisions, known = result.decisions, result.input.candidates
+        decisions, known = result.solution.decisions, result.input.candidates
         outdated = {
             job_id
             for job_id, job in self._jobs.items()
@@ -354,24 +341,25 @@ class Scheduler:
         result = self._result
         if result is None or self._is_explained or time.monotonic() < self._explain_at:
             return ()
+        solution = result.solution
         begun = time.thread_time()
         for job_id in self._not_stored:
             self._explanations.repeat(job_id)
         self._not_stored.clear()
-        decisions = {job: each for job, each in result.decisions.items() if job not in self._outdated}
+        decisions = {job: each for job, each in solution.decisions.items() if job not in self._outdated}
         due = self._explanations.due(decisions, result.decided_at)
         self._is_explained = not self._explanations.has_more
         if not due:
             return ()
         found: dict[str, DecisionView] = {}
-        for problem in result.problems:
+        for problem in solution.problems:
             found |= explain(
                 problem,
                 result.decided_at,
-                decisions=result.decisions,
+                decisions=solution.decisions,
                 time=time.time(),
                 only=due,
-                choice=result.choice,
+                choice=solution.choice,
             )
         self._explain_cost = time.thread_time() - begun
         pause = 0.0 if self._is_explained else self._explain_cost / MAX_SHARE
@@ -551,7 +539,7 @@ class Scheduler:
             return True
         demands, counts = {}, {}
         for job_id, job in self._jobs.items():
-            decision = result.decisions.get(job_id) if job_id not in stale else None
+            decision = result.solution.decisions.get(job_id) if job_id not in stale else None
             demands[job_id] = job.candidate.demand_on(job.candidate.decided_type(decision))
             if decision is not None:
                 replicas = decision.replicas
@@ -559,7 +547,8 @@ class Scheduler:
                 replicas = max(job.candidate.state.replicas, job.standing.replicas if job.standing else 0)
             if replicas:
                 counts[job_id] = replicas
-        return present.capacity(self._candidates.values(), demands, result.problems).fits(counts)
+        places = present.places(self._candidates.values())
+        return capacity_of(places, demands, result.solution.problems).fits(counts)
 
     # -- one job --------------------------------------------------------------------------------------------
 
@@ -605,8 +594,9 @@ class Scheduler:
     def _fitting(self, job_id: str, demand: Demand, types: TypedDemands) -> int:
         """Return how many replicas of a job seem to fit."""
         present = demand if types.present is None else types.by_type[types.present].demand
-        problems = self._result.problems if self._result is not None else ()
-        capacity = self._resources.capacity(self._candidates.values(), {job_id: present}, problems)
+        problems = self._result.solution.problems if self._result is not None else ()
+        places = self._resources.places(self._candidates.values())
+        capacity = capacity_of(places, {job_id: present}, problems)
         return capacity.max_replicas(job_id)
 
 

@@ -10,24 +10,13 @@ from typing import Any
 
 from adascale_controller.job.failing_counts import FailingCount
 from adascale_controller.job.placement_backoff import FailedPlacement
-from adascale_controller.job.reasons import Reason
+from adascale_controller.schedule.capacity_requests import CapacityRequest
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 
 Status = dict[str, Any]
 """`status` of an AdaScaleJob, as JSON."""
-
-
-@dataclass(frozen=True)
-class CapacityRequest:
-    """A replica count that is requested although it does not fit."""
-
-    count: int
-    fitting: int  # the largest count that fits; 0 if none does
-    # of the condition while its pods are not placed
-    reason: Reason
-    message: str
 
 
 @dataclass(frozen=True)
