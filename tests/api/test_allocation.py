@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from adascale_core.messages.allocation import AllocationView
-from adascale_core.messages.registration import ReplicaState
-from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, run_service
+from api.client import TOKEN, Client, ServiceProcess, a_registration, run_service
 
 
 def allocate(client: Client, job: str, generation: int, replicas: int) -> dict[str, Any]:
@@ -58,10 +57,6 @@ def test_a_wait_as_agents_send_it_is_answered_as_any_other(
         assert reader.call("GET", "/jobs/missing-job/allocation?version=0&wait=0").status == 404
 
 
-def test_the_same_allocation_may_be_written_again(client: Client, job: str) -> None:
-    assert allocate(client, job, 1, 2) == allocate(client, job, 1, 2)
-
-
 def test_a_failed_job_is_shown_as_failed(client: Client, job: str) -> None:
     allocate(client, job, 1, 1)
     desired = {"generation": 2, "replicas": 0, "spares": 0, "failed": True}
@@ -73,26 +68,6 @@ def test_a_failed_job_is_shown_as_failed(client: Client, job: str) -> None:
         "spares": 0,
         "failed": False,
     }
-
-
-@pytest.mark.parametrize("failed", [1, None, "true"])
-def test_whether_a_job_has_failed_is_a_boolean(client: Client, job: str, failed: object) -> None:
-    body = {"generation": 1, "replicas": 0, "failed": failed}
-    assert client.call("PUT", f"/jobs/{job}/allocation", body).status == 422
-
-
-def test_a_change_raises_the_version_and_a_heartbeat_does_not(client: Client, job: str) -> None:
-    versions = [
-        allocate(client, job, 1, 1)["version"],
-        client.register(job, a_registration(0))["version"],
-        client.register(job, a_registration(0, ReplicaState.RUNNING, generation=1))["version"],
-        allocate(client, job, 2, 2)["version"],
-        client.register(job, a_registration(1))["version"],
-    ]
-    assert versions == sorted(set(versions))
-    again = [client.register(job, a_registration(1))["version"] for _ in range(3)]
-    assert set(again) == {versions[-1]}
-    assert client.post_gain(job, a_report())["allocation"]["version"] == versions[-1]
 
 
 def test_a_request_with_another_version_is_answered_at_once(client: Client, job: str) -> None:
@@ -141,15 +116,3 @@ def test_a_second_service_on_the_same_file_is_refused(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "is used by another metrics service" in refused.stderr
     assert "Traceback" not in refused.stderr
-
-
-def test_versions_continue_after_a_restart(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
-        before = allocate(client, "a", 1, 1)
-        client.post_gain("b", a_report())
-        deleted = allocate(client, "b", 5, 1)["version"]
-        client.call("DELETE", "/jobs/b")
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
-        assert client.get("/jobs/a/allocation") == before
-        assert allocate(client, "a", 2, 1)["version"] > before["version"]
-        assert allocate(client, "b", 1, 1)["version"] > deleted

@@ -305,17 +305,18 @@ def test_a_repeated_log_record_is_dropped_and_counted() -> None:
 def test_without_a_token_logs_and_addresses_are_empty(tmp_path: Path) -> None:
     environ = {"ADASCALE_TOKEN": TOKEN, "ADASCALE_READ_TOKEN": "for-people"}
     with ServiceProcess(tmp_path, environ=environ) as service, Client(service.port) as client:
+        cursor = client.get("/jobs")["cursor"]
         client.put("/jobs/a", JobSpec(8, max_replicas=2).to_json())
         client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
         client.register("a", a_registration(address="10.9.8.7"))
         client.post_gain("a", a_report())
         failed = a_registration(0, ReplicaState.FAILED, address="10.9.8.7", exit_code=1, log="my secret")
         client.register("a", failed)
-        paths = ("/jobs", "/jobs/a", "/jobs/a/allocation")
+        paths = ("/jobs", "/jobs/a", f"/changes?since={cursor}", "/jobs/a/allocation")
         with Client(service.port, "for-people") as reader:
             for path in paths:
                 assert client.get(path).keys() == reader.get(path).keys()
-            for path in paths[:2]:
+            for path in paths[:3]:
                 text = json.dumps(reader.get(path))
                 assert "my secret" in text
                 assert "10.9.8.7" in text

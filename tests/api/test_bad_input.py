@@ -281,6 +281,9 @@ def test_an_invalid_registration_is_refused(
         ({"generation": 1, "replicas": -1}, ["replicas: got -1"]),
         ({"generation": 1, "replicas": 1.5}, ["replicas: got 1.5"]),
         ({"generation": 1}, ["replicas: got nothing"]),
+        ({"generation": 1, "replicas": 0, "failed": 1}, ["failed: got 1"]),
+        ({"generation": 1, "replicas": 0, "failed": None}, ["failed: got null"]),
+        ({"generation": 1, "replicas": 0, "failed": "true"}, ['failed: got "true"']),
     ],
 )
 def test_an_invalid_allocation_is_refused(

@@ -92,15 +92,6 @@ def test_a_cursor_of_another_service_has_expired(client: Client, cursor: str) ->
     assert "read all jobs again" in answer.body["error"]
 
 
-def test_addresses_and_logs_need_a_token(client: Client, service: ServiceProcess, job: str) -> None:
-    cursor = client.get("/jobs?limit=1")["cursor"]
-    client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 1})
-    client.register(job, a_registration())
-    with Client(service.port, token=None) as anyone:
-        ((changed,), _) = ours(anyone.get(f"/changes?since={cursor}"), job)
-    assert (changed["replicas"][0]["address"], changed["replicas"][0]["instance"]) == ("", "")
-
-
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=40), st.integers(1, 4))
 def test_a_client_misses_no_change_whenever_it_reads(steps: list[tuple[int, bool]], limit: int) -> None:
     log = ChangeLog(max_entries=4)

@@ -3,13 +3,11 @@
 import errno
 import os
 import random
-import resource
 import signal
 import socket
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from itertools import count
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -21,12 +19,10 @@ from adascale_api import cli, server
 from adascale_api.cli import main
 from adascale_api.server import UsageError
 from adascale_api.service.service import DAY, JobRetention, Settings
-from adascale_core.names import DEFAULT_API_PORT
 from api.client import (
     TOKEN,
     Client,
     ServiceProcess,
-    a_registration,
     a_report,
     environment,
     run_service,
@@ -66,42 +62,6 @@ def test_concurrent_clients_lose_and_duplicate_no_report(service: ServiceProcess
     assert history["total"] == expected
     steps = [point["step"] for point in history["points"]]
     assert steps == sorted({client * 1000 + i for client in range(CLIENTS) for i in range(50)})
-
-
-def test_of_concurrent_allocations_with_one_generation_a_single_one_is_stored(
-    service: ServiceProcess, job: str
-) -> None:
-    together = Barrier(CLIENTS)
-
-    def allocate(number: int) -> tuple[int, int]:
-        with Client(service.port) as client:
-            together.wait()
-            body = {"generation": 1, "replicas": number + 1}
-            answer = client.call("PUT", f"/jobs/{job}/allocation", body)
-        view = answer.body["allocation"] if answer.status == 409 else answer.body
-        return answer.status, view["desired"]["replicas"]
-
-    with ThreadPoolExecutor(CLIENTS) as threads:
-        answers = list(threads.map(allocate, range(CLIENTS)))
-    assert sorted(status for status, _ in answers) == [200] + [409] * (CLIENTS - 1)
-    assert len({replicas for _, replicas in answers}) == 1
-
-
-def test_replicas_that_register_concurrently_are_all_stored(service: ServiceProcess, job: str) -> None:
-    with Client(service.port) as client:
-        client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": CLIENTS})
-
-    def register(rank: int) -> int:
-        with Client(service.port) as client:
-            return int(client.register(job, a_registration(rank))["version"])
-
-    with ThreadPoolExecutor(CLIENTS) as threads:
-        versions = list(threads.map(register, range(CLIENTS)))
-    assert len(set(versions)) == CLIENTS
-    with Client(service.port) as client:
-        stored = client.get(f"/jobs/{job}")
-    assert [replica["replica"] for replica in stored["replicas"]] == list(range(CLIENTS))
-    assert stored["active"]["replicas"] == CLIENTS
 
 
 KILLS = int(os.environ.get("ADASCALE_KILLS", examples(2)))
@@ -150,28 +110,6 @@ def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
             again = client.post_gain(f"job-{number}", *[a_report(step) for step in steps])
             assert (again["stored"], again["repeated"]) == (0, len(steps))
         assert client.get("/jobs/job-0/allocation")["version"] == version
-
-
-def test_writes_fail_with_503_while_the_disk_is_full_and_succeed_afterwards(tmp_path: Path) -> None:
-    if not hasattr(resource, "prlimit"):
-        pytest.skip("needs prlimit")
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
-        client.post_gain("a", a_report(0))
-        no_limit = resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-        stored = 1
-        for start in count(1, 100):
-            reports = [a_report(step).to_json() for step in range(start, start + 100)]
-            answer = client.call("POST", "/jobs/a/gain", reports)
-            if answer.status != 200:
-                break
-            stored += 100
-        assert answer.status == 503
-        assert "the database is unavailable" in answer.body["error"]
-        assert client.get("/jobs/a/gain/history?points=1")["total"] == stored
-        resource.prlimit(service.pid, resource.RLIMIT_FSIZE, no_limit)
-        wait_until(lambda: client.call("POST", "/jobs/a/gain", reports).status == 200, "room")
-        assert client.get("/jobs/a/gain/history?points=1")["total"] == stored + 100
-        assert "Traceback" not in service.log()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -401,42 +339,10 @@ def test_options_set_how_many_days_jobs_are_kept(monkeypatch: pytest.MonkeyPatch
     assert given[0].jobs == JobRetention(finished=2 * DAY, unfinished=30 * DAY)
 
 
-def test_the_help_lists_options_and_variables() -> None:
-    shown = run_service("--help")
-    assert shown.returncode == 0
-    for text in (
-        "--host",
-        "--database",
-        "--port-file",
-        "--no-auth",
-        "ADASCALE_TOKEN_FILE",
-        str(DEFAULT_API_PORT),
-    ):
-        assert text in shown.stdout
-
-
 def test_without_authentication_every_client_may_write_and_a_warning_is_logged(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path, "--no-auth", environ={}) as service, Client(service.port, None) as client:
         assert client.post_gain("a", a_report())["stored"] == 1
         assert "NO AUTHENTICATION" in service.log()
-
-
-def test_protected_reads_need_the_token_but_probes_do_not(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path, "--protect-reads") as service:
-        with Client(service.port) as client:
-            client.post_gain("a", a_report())
-            assert client.get("/jobs/a/gain")["gain"] == 2.0
-        with Client(service.port, None) as client:
-            for path in (
-                "/jobs",
-                "/jobs/a",
-                "/jobs/a/gain",
-                "/jobs/a/gain/history",
-                "/jobs/a/allocation",
-                "/metrics",
-            ):
-                assert client.call("GET", path).status == 401, path
-            assert client.get("/healthz") == client.get("/readyz") == {"status": "ok"}
 
 
 def test_a_renewed_token_file_is_read_again(tmp_path: Path) -> None:

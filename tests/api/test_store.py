@@ -440,41 +440,6 @@ def test_a_version_is_never_reused_even_after_the_job_is_deleted(store: Store) -
     assert versions == sorted(set(versions))
 
 
-def test_a_generation_keeps_the_spec_that_was_declared_when_it_became_active(sqlite_store: Store) -> None:
-    job_id = new_job_id()
-    first, second = JobSpec(8, 16, (4, 8), max_replicas=4), JobSpec(8, 64, (8, 16), max_replicas=4)
-
-    def declare(spec: JobSpec) -> None:
-        sqlite_store.write(jobs.declare, job_id=job_id, spec=spec, now=0.0)
-
-    def allocate(generation: int, replicas: int) -> None:
-        sqlite_store.write(jobs.allocate, job_id=job_id, allocation=Allocation(generation, replicas), now=0.0)
-
-    def register(
-        rank: int, replica_state: ReplicaState = ReplicaState.WAITING, generation: int = 0, port: int = 1
-    ) -> None:
-        registration = a_registration(rank, replica_state, generation=generation, port=port)
-        sqlite_store.write(replicas.register, job_id=job_id, registration=registration, now=0.0)
-
-    def active_spec() -> JobSpec | None:
-        active = sqlite_store.job(job_id).view.active
-        return active.spec if active is not None else None
-
-    declare(first)
-    allocate(1, 1)
-    assert active_spec() is None
-    register(0)
-    assert active_spec() == first
-    version = sqlite_store.job(job_id).version
-    declare(second)
-    register(0, ReplicaState.RUNNING, generation=1, port=2)
-    allocate(2, 2)
-    assert active_spec() == first, "generation 2 is not active yet"
-    register(1)
-    assert active_spec() == second
-    assert sqlite_store.job(job_id).version > version
-
-
 def test_the_heartbeats_of_jobs_that_have_ended_are_removed(store: Store) -> None:
     training, complete, deleted = (new_job_id() for _ in range(3))
     keys = {}

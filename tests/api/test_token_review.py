@@ -5,9 +5,10 @@ import base64
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,7 @@ from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Client, ServiceProcess, a_report
 from support.launch import free_port
 
+P = ParamSpec("P")
 JOB = "team-a.digits"
 OPERATOR = "system:serviceaccount:adascale-system:adascale-controller"
 WORKER = "system:serviceaccount:team-a:default"
@@ -88,11 +90,12 @@ class Cluster:
         return 200 if error is None else error.status
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def run_test() -> None:
-        await test()
+def in_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    @wraps(test)
+    def run_test(*arguments: P.args, **fixtures: P.kwargs) -> None:
+        asyncio.run(test(*arguments, **fixtures))
 
-    asyncio.run(run_test())
+    return run_test
 
 
 # -- roles ----------------------------------------------------------------------------------------------
@@ -143,70 +146,62 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
         (OPERATOR, "adascale.dev/api/", Role.CONTROLLER, JOB, 401),
     ],
 )
-def test_a_token_has_the_roles_of_its_account_and_audience(
+@in_event_loop
+async def test_a_token_has_the_roles_of_its_account_and_audience(
     user: str | None, audience: str, role: Role, job: str | None, status: int
 ) -> None:
-    async def test() -> None:
-        assert await Cluster(user).status(a_token(audience), role, job) == status
-
-    run(test)
+    assert await Cluster(user).status(a_token(audience), role, job) == status
 
 
-def test_only_audiences_that_the_cluster_confirms_count() -> None:
+@in_event_loop
+async def test_only_audiences_that_the_cluster_confirms_count() -> None:
     class OneAudience(Cluster):
         async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
             return TokenReviewResult(WORKER, ("adascale.dev/jobs/team-a.other",))
 
-    async def test() -> None:
-        authorizer = OneAudience().authorizer
-        token = a_token(job_audience(JOB), "adascale.dev/jobs/team-a.other", "https://example.org")
-        await authorizer.authorize(token, Role.WORKER, "team-a.other")
-        with pytest.raises(ForbiddenError):
-            await authorizer.authorize(token, Role.WORKER, JOB)
-
-    run(test)
+    authorizer = OneAudience().authorizer
+    token = a_token(job_audience(JOB), "adascale.dev/jobs/team-a.other", "https://example.org")
+    await authorizer.authorize(token, Role.WORKER, "team-a.other")
+    with pytest.raises(ForbiddenError):
+        await authorizer.authorize(token, Role.WORKER, JOB)
 
 
-def test_a_token_is_reviewed_only_for_the_services_audiences() -> None:
-    async def test() -> None:
-        cluster = Cluster()
-        await cluster.authorize(a_token("https://example.org", job_audience(JOB), API_AUDIENCE))
-        assert cluster.reviews[0][1] == (job_audience(JOB), API_AUDIENCE)
-
-    run(test)
+@in_event_loop
+async def test_a_token_is_reviewed_only_for_the_services_audiences() -> None:
+    cluster = Cluster()
+    await cluster.authorize(a_token("https://example.org", job_audience(JOB), API_AUDIENCE))
+    assert cluster.reviews[0][1] == (job_audience(JOB), API_AUDIENCE)
 
 
-def test_an_error_names_the_token_and_what_is_required() -> None:
-    async def test() -> None:
-        cluster = Cluster()
-        message = str(await cluster.error(a_token(job_audience("team-a.other"))))
-        assert message == (
-            "the token of team-a:default with the audience adascale.dev/jobs/team-a.other may not report for "
-            "team-a.digits: send a token of a service account in namespace team-a with the audience "
-            "adascale.dev/jobs/team-a.digits, or a token of adascale-system:adascale-controller with the "
-            "audience adascale.dev/api. Nothing was stored"
-        )
-        message = str(await cluster.error(a_token(job_audience(JOB)), Role.CONTROLLER))
-        assert message == (
-            "the token of team-a:default with the audience adascale.dev/jobs/team-a.digits may not control "
-            "team-a.digits: send a token of adascale-system:adascale-controller with the audience "
-            "adascale.dev/api. Nothing was stored"
-        )
-        message = str(await cluster.error("garbage", Role.CONTROLLER))
-        assert message == (
-            "not a service account token: send a token of adascale-system:adascale-controller with the "
-            "audience adascale.dev/api"
-        )
-        message = str(await cluster.error(a_token("https://example.org"), Role.CONTROLLER))
-        assert message.startswith("the token has the audience https://example.org: send a token of ")
-        message = str(await cluster.error(a_token(job_audience(JOB), expires_at=960)))
-        assert message.startswith("the token expired 40 s ago: ")
-        cluster.user = None
-        assert str(await cluster.error(a_token(job_audience(JOB), nonce=2))) == (
-            "the Kubernetes API rejects the token: token is revoked"
-        )
-
-    run(test)
+@in_event_loop
+async def test_an_error_names_the_token_and_what_is_required() -> None:
+    cluster = Cluster()
+    message = str(await cluster.error(a_token(job_audience("team-a.other"))))
+    assert message == (
+        "the token of team-a:default with the audience adascale.dev/jobs/team-a.other may not report for "
+        "team-a.digits: send a token of a service account in namespace team-a with the audience "
+        "adascale.dev/jobs/team-a.digits, or a token of adascale-system:adascale-controller with the "
+        "audience adascale.dev/api. Nothing was stored"
+    )
+    message = str(await cluster.error(a_token(job_audience(JOB)), Role.CONTROLLER))
+    assert message == (
+        "the token of team-a:default with the audience adascale.dev/jobs/team-a.digits may not control "
+        "team-a.digits: send a token of adascale-system:adascale-controller with the audience "
+        "adascale.dev/api. Nothing was stored"
+    )
+    message = str(await cluster.error("garbage", Role.CONTROLLER))
+    assert message == (
+        "not a service account token: send a token of adascale-system:adascale-controller with the "
+        "audience adascale.dev/api"
+    )
+    message = str(await cluster.error(a_token("https://example.org"), Role.CONTROLLER))
+    assert message.startswith("the token has the audience https://example.org: send a token of ")
+    message = str(await cluster.error(a_token(job_audience(JOB), expires_at=960)))
+    assert message.startswith("the token expired 40 s ago: ")
+    cluster.user = None
+    assert str(await cluster.error(a_token(job_audience(JOB), nonce=2))) == (
+        "the Kubernetes API rejects the token: token is revoked"
+    )
 
 
 @pytest.mark.parametrize("name", ["", "a", "a:", ":b", "a:b:c"])
@@ -239,13 +234,11 @@ GARBAGE: list[Any] = [
 
 
 @pytest.mark.parametrize("token", GARBAGE, ids=range(len(GARBAGE)))
-def test_text_that_is_not_a_service_account_token_is_refused_without_a_review(token: str) -> None:
-    async def test() -> None:
-        cluster = Cluster(OPERATOR)
-        assert isinstance(await cluster.error(token), UnauthorizedError)
-        assert cluster.reviews == []
-
-    run(test)
+@in_event_loop
+async def test_text_that_is_not_a_service_account_token_is_refused_without_a_review(token: str) -> None:
+    cluster = Cluster(OPERATOR)
+    assert isinstance(await cluster.error(token), UnauthorizedError)
+    assert cluster.reviews == []
 
 
 @given(st.text(max_size=60) | st.builds("{}.{}.{}".format, *[st.text("ab-_=e3", min_size=1)] * 3))
@@ -253,162 +246,142 @@ def test_claims_are_read_from_any_text_without_an_exception(text: str) -> None:
     read_claims(text)
 
 
-def test_an_expired_token_is_refused_without_a_review() -> None:
-    async def test() -> None:
-        cluster = Cluster()
-        assert await cluster.status(a_token(job_audience(JOB), expires_at=1000)) == 401
-        assert cluster.reviews == []
-
-    run(test)
+@in_event_loop
+async def test_an_expired_token_is_refused_without_a_review() -> None:
+    cluster = Cluster()
+    assert await cluster.status(a_token(job_audience(JOB), expires_at=1000)) == 401
+    assert cluster.reviews == []
 
 
 # -- the cache ------------------------------------------------------------------------------------------
 
 
-def test_an_accepted_token_is_reviewed_once_a_minute() -> None:
-    async def test() -> None:
-        cluster, token = Cluster(), a_token(job_audience(JOB))
-        for seconds in (0, 1, ACCEPTED_TTL - 3):
-            cluster.now += seconds
-            assert await cluster.status(token) == 200
-            assert await cluster.status(token, Role.CONTROLLER) == 403
-            assert len(cluster.reviews) == 1
-        cluster.now += 1
-        cluster.user = None
+@in_event_loop
+async def test_an_accepted_token_is_reviewed_once_a_minute() -> None:
+    cluster, token = Cluster(), a_token(job_audience(JOB))
+    for seconds in (0, 1, ACCEPTED_TTL - 3):
+        cluster.now += seconds
         assert await cluster.status(token) == 200
-        cluster.now += 1
-        assert await cluster.status(token) == 401
-        assert len(cluster.reviews) == 2
-
-    run(test)
-
-
-def test_a_rejected_token_is_reviewed_again_after_some_seconds() -> None:
-    async def test() -> None:
-        cluster, token = Cluster(None), a_token(job_audience(JOB))
-        assert await cluster.status(token) == 401
-        cluster.user = WORKER
-        cluster.now += REJECTED_TTL - 0.1
-        assert await cluster.status(token) == 401
-        cluster.now += 0.1
-        assert await cluster.status(token) == 200
-        assert len(cluster.reviews) == 2
-
-    run(test)
-
-
-def test_a_cached_review_does_not_outlive_the_token() -> None:
-    async def test() -> None:
-        cluster, token = Cluster(), a_token(job_audience(JOB), expires_at=1030)
-        assert await cluster.status(token) == 200
-        cluster.is_down = True
-        cluster.now = 1029.9
-        assert await cluster.status(token) == 200
-        cluster.now = 1030
-        assert await cluster.status(token) == 401
-
-    run(test)
-
-
-def test_concurrent_requests_share_a_review_even_if_the_first_is_cancelled() -> None:
-    async def test() -> None:
-        cluster, token = Cluster(), a_token(job_audience(JOB))
-        cluster.gate = asyncio.Event()
-        waiting = [asyncio.create_task(cluster.status(token)) for _ in range(20)]
-        other = asyncio.create_task(cluster.status(a_token(job_audience(JOB), nonce=2)))
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        await asyncio.sleep(0)
-        cluster.gate.set()
-        assert await asyncio.gather(*waiting[1:], other) == 20 * [200]
-        assert waiting[0].cancelled()
-        assert len(cluster.reviews) == 2
-
-    run(test)
-
-
-def test_during_an_outage_only_accepted_tokens_stay_valid_for_some_minutes() -> None:
-    async def test() -> None:
-        cluster, token, unknown = Cluster(), a_token(job_audience(JOB)), a_token(job_audience(JOB), nonce=2)
-        assert await cluster.status(token) == 200
-        cluster.is_down = True
-        assert await cluster.status(unknown) == 503
-        cluster.now += ACCEPTED_TTL + OUTAGE_TTL - 0.1
-        assert await cluster.status(token) == 200
-        cluster.now += 0.1
-        refused = await cluster.error(token)
-        assert isinstance(refused, UnavailableError)
-        assert str(refused) == "no answer; nothing was stored, try again"
-        assert refused.headers["Retry-After"] == "5"
-        cluster.is_down = False
-        cluster.now += RETRY_INTERVAL
-        assert await cluster.status(token) == 200
-        assert await cluster.status(unknown) == 200
-
-    run(test)
-
-
-def test_during_an_outage_reviews_are_retried_at_an_interval() -> None:
-    async def test() -> None:
-        cluster = Cluster()
-        cluster.is_down = True
-        for number in range(10):
-            assert await cluster.status(a_token(job_audience(JOB), nonce=number)) == 503
+        assert await cluster.status(token, Role.CONTROLLER) == 403
         assert len(cluster.reviews) == 1
-        cluster.now += RETRY_INTERVAL
-        cluster.is_down = False
-        assert await cluster.status(a_token(job_audience(JOB), nonce=1)) == 200
-
-    run(test)
-
-
-def test_a_rejected_token_is_not_valid_during_an_outage() -> None:
-    async def test() -> None:
-        cluster, token = Cluster(), a_token(job_audience(JOB))
-        assert await cluster.status(token) == 200
-        cluster.user = None
-        cluster.now += ACCEPTED_TTL
-        assert await cluster.status(token) == 401
-        cluster.is_down = True
-        cluster.now += REJECTED_TTL
-        assert await cluster.status(token) == 503
-
-    run(test)
+    cluster.now += 1
+    cluster.user = None
+    assert await cluster.status(token) == 200
+    cluster.now += 1
+    assert await cluster.status(token) == 401
+    assert len(cluster.reviews) == 2
 
 
-def test_the_cache_is_bounded_and_rejected_tokens_evict_no_accepted_token(
+@in_event_loop
+async def test_a_rejected_token_is_reviewed_again_after_some_seconds() -> None:
+    cluster, token = Cluster(None), a_token(job_audience(JOB))
+    assert await cluster.status(token) == 401
+    cluster.user = WORKER
+    cluster.now += REJECTED_TTL - 0.1
+    assert await cluster.status(token) == 401
+    cluster.now += 0.1
+    assert await cluster.status(token) == 200
+    assert len(cluster.reviews) == 2
+
+
+@in_event_loop
+async def test_a_cached_review_does_not_outlive_the_token() -> None:
+    cluster, token = Cluster(), a_token(job_audience(JOB), expires_at=1030)
+    assert await cluster.status(token) == 200
+    cluster.is_down = True
+    cluster.now = 1029.9
+    assert await cluster.status(token) == 200
+    cluster.now = 1030
+    assert await cluster.status(token) == 401
+
+
+@in_event_loop
+async def test_concurrent_requests_share_a_review_even_if_the_first_is_cancelled() -> None:
+    cluster, token = Cluster(), a_token(job_audience(JOB))
+    cluster.gate = asyncio.Event()
+    waiting = [asyncio.create_task(cluster.status(token)) for _ in range(20)]
+    other = asyncio.create_task(cluster.status(a_token(job_audience(JOB), nonce=2)))
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    cluster.gate.set()
+    assert await asyncio.gather(*waiting[1:], other) == 20 * [200]
+    assert waiting[0].cancelled()
+    assert len(cluster.reviews) == 2
+
+
+@in_event_loop
+async def test_during_an_outage_only_accepted_tokens_stay_valid_for_some_minutes() -> None:
+    cluster, token, unknown = Cluster(), a_token(job_audience(JOB)), a_token(job_audience(JOB), nonce=2)
+    assert await cluster.status(token) == 200
+    cluster.is_down = True
+    assert await cluster.status(unknown) == 503
+    cluster.now += ACCEPTED_TTL + OUTAGE_TTL - 0.1
+    assert await cluster.status(token) == 200
+    cluster.now += 0.1
+    refused = await cluster.error(token)
+    assert isinstance(refused, UnavailableError)
+    assert str(refused) == "no answer; nothing was stored, try again"
+    assert refused.headers["Retry-After"] == "5"
+    cluster.is_down = False
+    cluster.now += RETRY_INTERVAL
+    assert await cluster.status(token) == 200
+    assert await cluster.status(unknown) == 200
+
+
+@in_event_loop
+async def test_during_an_outage_reviews_are_retried_at_an_interval() -> None:
+    cluster = Cluster()
+    cluster.is_down = True
+    for number in range(10):
+        assert await cluster.status(a_token(job_audience(JOB), nonce=number)) == 503
+    assert len(cluster.reviews) == 1
+    cluster.now += RETRY_INTERVAL
+    cluster.is_down = False
+    assert await cluster.status(a_token(job_audience(JOB), nonce=1)) == 200
+
+
+@in_event_loop
+async def test_a_rejected_token_is_not_valid_during_an_outage() -> None:
+    cluster, token = Cluster(), a_token(job_audience(JOB))
+    assert await cluster.status(token) == 200
+    cluster.user = None
+    cluster.now += ACCEPTED_TTL
+    assert await cluster.status(token) == 401
+    cluster.is_down = True
+    cluster.now += REJECTED_TTL
+    assert await cluster.status(token) == 503
+
+
+@in_event_loop
+async def test_the_cache_is_bounded_and_rejected_tokens_evict_no_accepted_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(service_accounts, "MAX_ENTRIES", 5)
 
-    async def test() -> None:
-        cluster, good = Cluster(), a_token(job_audience(JOB))
-        assert await cluster.status(good) == 200
-        cluster.user = None
-        unknown_tokens = [a_token(job_audience(JOB), nonce=number) for number in range(20)]
-        for unknown in unknown_tokens:
-            assert await cluster.status(unknown) == 401
-        cluster.is_down = True
-        assert await cluster.status(good) == 200
-        assert await cluster.status(unknown_tokens[-1]) == 401
-        assert await cluster.status(unknown_tokens[0]) == 503, "evicted"
-        cluster.is_down, cluster.user = False, WORKER
-        cluster.now += RETRY_INTERVAL
-        for number in range(100, 105):
-            assert await cluster.status(a_token(job_audience(JOB), nonce=number)) == 200
-        cluster.user = None
-        assert await cluster.status(good) == 401, "the least recently used token is evicted"
-
-    run(test)
+    cluster, good = Cluster(), a_token(job_audience(JOB))
+    assert await cluster.status(good) == 200
+    cluster.user = None
+    unknown_tokens = [a_token(job_audience(JOB), nonce=number) for number in range(20)]
+    for unknown in unknown_tokens:
+        assert await cluster.status(unknown) == 401
+    cluster.is_down = True
+    assert await cluster.status(good) == 200
+    assert await cluster.status(unknown_tokens[-1]) == 401
+    assert await cluster.status(unknown_tokens[0]) == 503, "evicted"
+    cluster.is_down, cluster.user = False, WORKER
+    cluster.now += RETRY_INTERVAL
+    for number in range(100, 105):
+        assert await cluster.status(a_token(job_audience(JOB), nonce=number)) == 200
+    cluster.user = None
+    assert await cluster.status(good) == 401, "the least recently used token is evicted"
 
 
-def test_the_cache_does_not_contain_tokens() -> None:
-    async def test() -> None:
-        cluster, token = Cluster(), a_token(job_audience(JOB))
-        assert await cluster.status(token) == 200
-        assert token not in repr(vars(cluster.authorizer._cache))
-
-    run(test)
+@in_event_loop
+async def test_the_cache_does_not_contain_tokens() -> None:
+    cluster, token = Cluster(), a_token(job_audience(JOB))
+    assert await cluster.status(token) == 200
+    assert token not in repr(vars(cluster.authorizer._cache))
 
 
 # -- as a process ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from kubernetes.aio.client import ApiClient
 
 from adascale_controller.operator.apply.kubernetes_cluster import KubernetesCluster
 from adascale_controller.operator.runtime.lease import Election
-from support.virtual_time import run
+from support.virtual_time import in_virtual_time
 
 
 @asynccontextmanager
@@ -49,38 +49,34 @@ def body(spec: Mapping[str, Any], version: str = "7") -> bytes:
     return json.dumps({"metadata": {"name": "l", "resourceVersion": version}, "spec": spec}).encode()
 
 
-def test_a_missing_lease_is_created() -> None:
-    async def main() -> None:
-        made = body({"holderIdentity": "me", "acquireTime": "t"})
-        async with answering((404, b"{}"), (201, made)) as (api, requests):
-            candidate = Election(KubernetesCluster(api, None), ("system", "controller"), "me")
-            await candidate.acquire()
-            assert candidate.held
-        (_, read, _), (method, path, sent) = requests
-        assert read == "/coordination.k8s.io/v1/namespaces/system/leases/controller"
-        assert (method, path) == ("POST", "/coordination.k8s.io/v1/namespaces/system/leases")
-        assert sent["metadata"] == {"name": "controller", "namespace": "system"}
-        assert sent["spec"]["holderIdentity"] == "me"
-        assert sent["spec"]["leaseDurationSeconds"] == 30
-        assert len(sent["spec"]["renewTime"]) == len("2026-03-01T10:00:00.000000Z")
-
-    run(main)
+@in_virtual_time
+async def test_a_missing_lease_is_created() -> None:
+    made = body({"holderIdentity": "me", "acquireTime": "t"})
+    async with answering((404, b"{}"), (201, made)) as (api, requests):
+        candidate = Election(KubernetesCluster(api, None), ("system", "controller"), "me")
+        await candidate.acquire()
+        assert candidate.held
+    (_, read, _), (method, path, sent) = requests
+    assert read == "/coordination.k8s.io/v1/namespaces/system/leases/controller"
+    assert (method, path) == ("POST", "/coordination.k8s.io/v1/namespaces/system/leases")
+    assert sent["metadata"] == {"name": "controller", "namespace": "system"}
+    assert sent["spec"]["holderIdentity"] == "me"
+    assert sent["spec"]["leaseDurationSeconds"] == 30
+    assert len(sent["spec"]["renewTime"]) == len("2026-03-01T10:00:00.000000Z")
 
 
-def test_a_lease_is_replaced_with_its_resource_version() -> None:
-    async def main() -> None:
-        mine = body({"holderIdentity": "me"}, "8")
-        async with answering((200, body({"holderIdentity": "", "leaseTransitions": 4})), (200, mine)) as (
-            api,
-            requests,
-        ):
-            await Election(KubernetesCluster(api, None), ("system", "controller"), "me").acquire()
-        method, path, sent = requests[1]
-        assert (method, path.rpartition("/")[2]) == ("PUT", "controller")
-        assert sent["metadata"]["resourceVersion"] == "7"
-        assert sent["spec"]["leaseTransitions"] == 5
-
-    run(main)
+@in_virtual_time
+async def test_a_lease_is_replaced_with_its_resource_version() -> None:
+    mine = body({"holderIdentity": "me"}, "8")
+    async with answering((200, body({"holderIdentity": "", "leaseTransitions": 4})), (200, mine)) as (
+        api,
+        requests,
+    ):
+        await Election(KubernetesCluster(api, None), ("system", "controller"), "me").acquire()
+    method, path, sent = requests[1]
+    assert (method, path.rpartition("/")[2]) == ("PUT", "controller")
+    assert sent["metadata"]["resourceVersion"] == "7"
+    assert sent["spec"]["leaseTransitions"] == 5
 
 
 @pytest.mark.parametrize(
@@ -95,13 +91,11 @@ def test_a_lease_is_replaced_with_its_resource_version() -> None:
         TimeoutError(),
     ],
 )
-def test_every_unexpected_answer_is_retried(failure: tuple[int, bytes] | Exception) -> None:
-    async def main() -> None:
-        mine = (200, body({"holderIdentity": "me", "acquireTime": "t"}))
-        async with answering(failure, mine, (409, b"{}"), failure, mine, mine) as (api, requests):
-            candidate = Election(KubernetesCluster(api, None), ("system", "controller"), "me")
-            await candidate.acquire()
-            assert candidate.held
-            assert len(requests) == 6
-
-    run(main)
+@in_virtual_time
+async def test_every_unexpected_answer_is_retried(failure: tuple[int, bytes] | Exception) -> None:
+    mine = (200, body({"holderIdentity": "me", "acquireTime": "t"}))
+    async with answering(failure, mine, (409, b"{}"), failure, mine, mine) as (api, requests):
+        candidate = Election(KubernetesCluster(api, None), ("system", "controller"), "me")
+        await candidate.acquire()
+        assert candidate.held
+        assert len(requests) == 6

@@ -14,7 +14,7 @@ from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.runtime.lease import Election, LeaseLostError
 from adascale_controller.operator.types.kubernetes import ApiObject
 from support.examples import examples
-from support.virtual_time import now, run
+from support.virtual_time import in_virtual_time, now
 
 PLACE = ("system", "operator")
 
@@ -168,177 +168,154 @@ async def seconds_until(holds: Callable[[], bool]) -> float:
 # -- takeover -------------------------------------------------------------------------------------------
 
 
-def test_the_second_takes_over_when_the_lease_of_a_killed_operator_expires() -> None:
-    async def main() -> None:
-        server = Server()
-        async with operators(Connection(server), Connection(server, lambda count: 0.02)) as (first, second):
-            await seconds_until(lambda: first.working)
-            await asyncio.sleep(100)
-            await first.kill()
-            assert 26 <= await seconds_until(lambda: second.working) <= 32
-            assert server.lease is not None
-            assert server.lease["spec"]["leaseTransitions"] == 1
-
-    run(main)
-
-
-def test_the_second_takes_over_at_once_when_the_first_releases_the_lease() -> None:
-    async def main() -> None:
-        server = Server()
-        async with operators(Connection(server), Connection(server, lambda count: 0.02)) as (first, second):
-            await seconds_until(lambda: first.working)
-            await asyncio.sleep(100)
-            await first.leave()
-            assert not first.election.held
-            assert await seconds_until(lambda: second.working) <= 1.2
-
-    run(main)
-
-
-def test_a_restarted_operator_takes_over_its_own_lease_at_once() -> None:
-    async def main() -> None:
-        server = Server()
-        before, after = election(Connection(server), "same"), election(Connection(server), "same")
-        await before.acquire()
-        began = now()
-        await after.acquire()
-        assert now() - began < 1
-        with pytest.raises(LeaseLostError):
-            await before.hold()
-        assert not before.held
-        assert after.held
-        await before.release()
-        assert server.holder == "same"
-
-    run(main)
-
-
-def test_the_holder_stops_before_the_lease_expires() -> None:
-    async def main() -> None:
-        server = Server()
-        connection = Connection(server)
-        async with operators(connection, Connection(server, lambda count: 0.02)) as (first, second):
-            await seconds_until(lambda: first.working)
-            connection.fault = lambda count: "lost"
-            stopped = await seconds_until(lambda: not first.working)
-            assert 16 <= stopped <= 20.1
-            assert not first.election.held
-            assert await seconds_until(lambda: second.working) >= 30 - stopped - 4
-
-    run(main)
-
-
-def test_a_process_that_was_paused_no_longer_holds_the_lease() -> None:
-    """As after SIGSTOP and SIGCONT."""
-
-    async def main() -> None:
-        server = Server()
-        only = election(Connection(server), "only")
-        await only.acquire()
-        assert only.held
-        await asyncio.sleep(19)
-        assert only.held
-        await asyncio.sleep(2)
-        assert not only.held
-        with pytest.raises(LeaseLostError, match="within 20 s: this process did not run: it was paused"):
-            await only.hold()
-
-    run(main)
-
-
-def test_a_lease_that_is_lost_because_the_server_does_not_answer_says_so() -> None:
-    async def main() -> None:
-        server = Server()
-        connection = Connection(server)
-        only = election(connection, "only")
-        await only.acquire()
-        server.down = True
-        with pytest.raises(LeaseLostError, match="within 20 s: lost"):
-            await only.hold()
-        server.down = False
+@in_virtual_time
+async def test_the_second_takes_over_when_the_lease_of_a_killed_operator_expires() -> None:
+    server = Server()
+    async with operators(Connection(server), Connection(server, lambda count: 0.02)) as (first, second):
+        await seconds_until(lambda: first.working)
         await asyncio.sleep(100)
-        await only.acquire()
-        connection.delay = lambda count: 100.0
-        with pytest.raises(LeaseLostError, match="within 20 s: the API server does not answer in time"):
-            await only.hold()
+        await first.kill()
+        assert 26 <= await seconds_until(lambda: second.working) <= 32
+        assert server.lease is not None
+        assert server.lease["spec"]["leaseTransitions"] == 1
 
-    run(main)
+
+@in_virtual_time
+async def test_the_second_takes_over_at_once_when_the_first_releases_the_lease() -> None:
+    server = Server()
+    async with operators(Connection(server), Connection(server, lambda count: 0.02)) as (first, second):
+        await seconds_until(lambda: first.working)
+        await asyncio.sleep(100)
+        await first.leave()
+        assert not first.election.held
+        assert await seconds_until(lambda: second.working) <= 1.2
+
+
+@in_virtual_time
+async def test_a_restarted_operator_takes_over_its_own_lease_at_once() -> None:
+    server = Server()
+    before, after = election(Connection(server), "same"), election(Connection(server), "same")
+    await before.acquire()
+    began = now()
+    await after.acquire()
+    assert now() - began < 1
+    with pytest.raises(LeaseLostError):
+        await before.hold()
+    assert not before.held
+    assert after.held
+    await before.release()
+    assert server.holder == "same"
+
+
+@in_virtual_time
+async def test_the_holder_stops_before_the_lease_expires() -> None:
+    server = Server()
+    connection = Connection(server)
+    async with operators(connection, Connection(server, lambda count: 0.02)) as (first, second):
+        await seconds_until(lambda: first.working)
+        connection.fault = lambda count: "lost"
+        stopped = await seconds_until(lambda: not first.working)
+        assert 16 <= stopped <= 20.1
+        assert not first.election.held
+        assert await seconds_until(lambda: second.working) >= 30 - stopped - 4
+
+
+@in_virtual_time
+async def test_a_process_that_was_paused_no_longer_holds_the_lease() -> None:
+    """As after SIGSTOP and SIGCONT."""
+    server = Server()
+    only = election(Connection(server), "only")
+    await only.acquire()
+    assert only.held
+    await asyncio.sleep(19)
+    assert only.held
+    await asyncio.sleep(2)
+    assert not only.held
+    with pytest.raises(LeaseLostError, match="within 20 s: this process did not run: it was paused"):
+        await only.hold()
+
+
+@in_virtual_time
+async def test_a_lease_that_is_lost_because_the_server_does_not_answer_says_so() -> None:
+    server = Server()
+    connection = Connection(server)
+    only = election(connection, "only")
+    await only.acquire()
+    server.down = True
+    with pytest.raises(LeaseLostError, match="within 20 s: lost"):
+        await only.hold()
+    server.down = False
+    await asyncio.sleep(100)
+    await only.acquire()
+    connection.delay = lambda count: 100.0
+    with pytest.raises(LeaseLostError, match="within 20 s: the API server does not answer in time"):
+        await only.hold()
 
 
 @pytest.mark.parametrize("fault", ["lost", "deaf"])
-def test_the_holder_keeps_running_in_an_outage_shorter_than_the_renew_deadline(fault: str) -> None:
-    async def main() -> None:
-        server = Server()
-        connection = Connection(server)
-        async with operators(connection) as (only,):
-            await seconds_until(lambda: only.working)
-            for _ in range(5):
-                connection.fault = lambda count: fault
-                await asyncio.sleep(15)
-                connection.fault = lambda count: ""
-                await asyncio.sleep(5)
-            assert only.working
-            assert only.lost == 0
-
-    run(main)
-
-
-def test_a_new_label_on_the_lease_does_not_stop_the_holder() -> None:
-    async def main() -> None:
-        server = Server()
-        async with operators(Connection(server)) as (only,):
-            await seconds_until(lambda: only.working)
-            assert server.lease is not None
-            metadata = {"resourceVersion": "label", "labels": {"a": "b"}}
-            server.lease = {"spec": server.lease["spec"], "metadata": metadata}
-            await asyncio.sleep(100)
-            assert only.working
-            assert only.lost == 0
-
-    run(main)
-
-
-def test_a_candidate_waits_for_the_duration_of_the_holder() -> None:
-    async def main() -> None:
-        server = Server()
-        patient = Election(Connection(server), PLACE, "patient", duration=120, clock=now)
-        await patient.acquire()
-        other = election(Connection(server), "other")
-        began = now()
-        await other.acquire()
-        assert now() - began >= 120
-
-    run(main)
-
-
-def test_a_lease_that_is_not_held_is_not_released() -> None:
-    async def main() -> None:
-        server = Server()
-        first, second = election(Connection(server), "first"), election(Connection(server), "second")
-        await first.acquire()
-        await second.release()
-        assert server.holder == "first"
-        with pytest.raises(LeaseLostError, match="never acquired"):
-            await second.hold()
-
-    run(main)
-
-
-def test_a_lease_is_released_after_a_cancelled_renewal() -> None:
-    async def main() -> None:
-        server = Server()
-        connection = Connection(server)
-        only = Operator(connection, "only")
+@in_virtual_time
+async def test_the_holder_keeps_running_in_an_outage_shorter_than_the_renew_deadline(fault: str) -> None:
+    server = Server()
+    connection = Connection(server)
+    async with operators(connection) as (only,):
         await seconds_until(lambda: only.working)
-        connection.delay = lambda count: 0.5
-        calls = connection.count
-        await seconds_until(lambda: connection.count > calls)
-        await asyncio.sleep(0.6)  # the server has the request, the client does not have its answer
-        await only.leave()
-        assert server.holder == ""
-        await asyncio.sleep(10)
+        for _ in range(5):
+            connection.fault = lambda count: fault
+            await asyncio.sleep(15)
+            connection.fault = lambda count: ""
+            await asyncio.sleep(5)
+        assert only.working
+        assert only.lost == 0
 
-    run(main)
+
+@in_virtual_time
+async def test_a_new_label_on_the_lease_does_not_stop_the_holder() -> None:
+    server = Server()
+    async with operators(Connection(server)) as (only,):
+        await seconds_until(lambda: only.working)
+        assert server.lease is not None
+        metadata = {"resourceVersion": "label", "labels": {"a": "b"}}
+        server.lease = {"spec": server.lease["spec"], "metadata": metadata}
+        await asyncio.sleep(100)
+        assert only.working
+        assert only.lost == 0
+
+
+@in_virtual_time
+async def test_a_candidate_waits_for_the_duration_of_the_holder() -> None:
+    server = Server()
+    patient = Election(Connection(server), PLACE, "patient", duration=120, clock=now)
+    await patient.acquire()
+    other = election(Connection(server), "other")
+    began = now()
+    await other.acquire()
+    assert now() - began >= 120
+
+
+@in_virtual_time
+async def test_a_lease_that_is_not_held_is_not_released() -> None:
+    server = Server()
+    first, second = election(Connection(server), "first"), election(Connection(server), "second")
+    await first.acquire()
+    await second.release()
+    assert server.holder == "first"
+    with pytest.raises(LeaseLostError, match="never acquired"):
+        await second.hold()
+
+
+@in_virtual_time
+async def test_a_lease_is_released_after_a_cancelled_renewal() -> None:
+    server = Server()
+    connection = Connection(server)
+    only = Operator(connection, "only")
+    await seconds_until(lambda: only.working)
+    connection.delay = lambda count: 0.5
+    calls = connection.count
+    await seconds_until(lambda: connection.count > calls)
+    await asyncio.sleep(0.6)  # the server has the request, the client does not have its answer
+    await only.leave()
+    assert server.holder == ""
+    await asyncio.sleep(10)
 
 
 # -- random faults --------------------------------------------------------------------------------------
@@ -358,53 +335,51 @@ events = st.lists(
 
 @settings(max_examples=examples(20))
 @given(connections, events)
-def test_at_most_one_operator_runs_and_exactly_one_after_the_faults(
+@in_virtual_time
+async def test_at_most_one_operator_runs_and_exactly_one_after_the_faults(
     made: list[tuple[list[float], list[str]]], events: list[tuple[float, int, str]]
 ) -> None:
-    async def main() -> None:
-        server = Server()
-        faulty = True
-        cut: set[int] = set()
+    server = Server()
+    faulty = True
+    cut: set[int] = set()
 
-        def connection(position: int) -> Connection:
-            delays, faults = made[position]
-            return Connection(
-                server,
-                lambda count: delays[count % len(delays)] if faulty else 0.01,
-                lambda count: "lost" if position in cut else faults[count % len(faults)] if faulty else "",
-            )
+    def connection(position: int) -> Connection:
+        delays, faults = made[position]
+        return Connection(
+            server,
+            lambda count: delays[count % len(delays)] if faulty else 0.01,
+            lambda count: "lost" if position in cut else faults[count % len(faults)] if faulty else "",
+        )
 
-        async with operators(*(connection(position) for position in range(len(made)))) as running:
+    async with operators(*(connection(position) for position in range(len(made)))) as running:
 
-            async def wait(seconds: float) -> None:
-                end = now() + seconds
-                while now() < end:
-                    assert sum(operator.election.held for operator in running) <= 1
-                    assert sum(operator.working for operator in running) <= 1
-                    await asyncio.sleep(0.5)
+        async def wait(seconds: float) -> None:
+            end = now() + seconds
+            while now() < end:
+                assert sum(operator.election.held for operator in running) <= 1
+                assert sum(operator.working for operator in running) <= 1
+                await asyncio.sleep(0.5)
 
-            for number, (seconds, chosen, event) in enumerate(events):
-                await wait(seconds)
-                position = chosen % len(made)
-                operator = running[position]
-                if event in ("kill", "leave"):
-                    await (operator.kill() if event == "kill" else operator.leave())
-                    running[position] = Operator(connection(position), f"restarted-{number}")
-                elif event == "cut":
-                    cut.add(position)
-                elif event == "mend":
-                    cut.discard(position)
-                elif event == "delete":
-                    # A user deletes the lease. No election is safe against that while the lease is held, or
-                    # may be once an answer arrives.
-                    if not any(each.election.held or each.connection.writes_in_flight for each in running):
-                        server.lease = None
-                else:
-                    server.down = event == "down"
-            await wait(100)
-            faulty = server.down = False
-            cut.clear()
-            await wait(100)
-            assert sum(operator.working for operator in running) == 1
-
-    run(main)
+        for number, (seconds, chosen, event) in enumerate(events):
+            await wait(seconds)
+            position = chosen % len(made)
+            operator = running[position]
+            if event in ("kill", "leave"):
+                await (operator.kill() if event == "kill" else operator.leave())
+                running[position] = Operator(connection(position), f"restarted-{number}")
+            elif event == "cut":
+                cut.add(position)
+            elif event == "mend":
+                cut.discard(position)
+            elif event == "delete":
+                # A user deletes the lease. No election is safe against that while the lease is held, or
+                # may be once an answer arrives.
+                if not any(each.election.held or each.connection.writes_in_flight for each in running):
+                    server.lease = None
+            else:
+                server.down = event == "down"
+        await wait(100)
+        faulty = server.down = False
+        cut.clear()
+        await wait(100)
+        assert sum(operator.working for operator in running) == 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -39,6 +41,16 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine in virtual time. Returns its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main())
+
+
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run a test in virtual time."""
+
+    @wraps(test)
+    def run_test(*arguments: P.args, **fixtures: P.kwargs) -> None:
+        run(lambda: test(*arguments, **fixtures))
+
+    return run_test
 
 
 def now() -> float:
