@@ -1,15 +1,39 @@
-"""The status of a job as `adascale list` and `adascale status` show it, on one machine and on a cluster."""
+"""A job as the commands show it: its status, its gain, the decision about it, its valid replica counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adascale_controller.formatting import age, columns, count, memory, percent, plural
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from adascale_controller.formatting import (
+    age,
+    clock,
+    columns,
+    count,
+    describe_batch,
+    duration,
+    local_batch,
+    memory,
+    numbers_table,
+    percent,
+    plural,
+    significant,
+    trimmed,
+)
+from adascale_controller.job_definition import JobDefinition
+from adascale_core.batch.plans import BatchChoice, batch_choice, require_valid_replicas
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.decision import CountView, DecisionView
+from adascale_core.views.gain import GainView, PredictionView
 from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import JobView, ReplicaView
 
@@ -207,3 +231,198 @@ def _percent(value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
+
+
+def _facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and texts."""
+    facts = Table.grid(padding=(0, 3, 0, 0))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    for name, text in rows:
+        facts.add_row(name, text)
+    return facts
+
+
+# -- its gain ------------------------------------------------------------------------------------------------
+
+MAX_FRESH_SECONDS = 10.0
+"""The age of a report is shown if it is older than this."""
+
+
+def render_gain(gain: GainView, now: float) -> RenderableType:
+    """Return the latest report of a job and the predictions for other replica counts."""
+    parts: list[RenderableType] = [Text(gain.job, "bold"), _facts(_gain_facts(gain, now))]
+    if gain.predictions:
+        parts += [Text(), _predictions_table(gain.predictions, gain.report.replicas)]
+    return Group(*parts)
+
+
+def _gain_facts(gain: GainView, now: float) -> list[tuple[str, str]]:
+    report = gain.report
+    facts = [
+        ("gain", f"{significant(report.gain)} at scale {trimmed(report.scale)}"),
+        ("efficiency", percent(gain.efficiency)),
+        ("trains on", f"{plural(report.replicas, 'replica')}, generation {report.generation}"),
+        ("batch", describe_batch(report)),
+        ("progress", f"{count(report.progress)}, in {plural(report.step, 'step')}"),
+    ]
+    if gain.local_bsz_limit is not None:
+        facts.append(("memory", memory(gain.local_bsz_limit)))
+    if report.loss is not None:
+        facts.append(("loss", significant(report.loss)))
+    facts += [(name, significant(value)) for name, value in sorted(report.metrics.items())]
+    age = now - report.time
+    if age > MAX_FRESH_SECONDS:
+        facts.append(("reported", f"{clock(age)} ago"))
+    return facts
+
+
+def _predictions_table(predictions: Sequence[PredictionView], replicas: int) -> Table:
+    columns = {
+        "replicas": [str(each.replicas) for each in predictions],
+        "local batch": [local_batch(each.local_bsz, each.accumulation) for each in predictions],
+        "scale": [trimmed(each.scale) for each in predictions],
+        "gain": [_gain(each) for each in predictions],
+        "efficiency": [percent(each.efficiency) for each in predictions],
+        "progress per second": [significant(each.goodput) for each in predictions],
+    }
+    styles = ["bold" if each.replicas == replicas else "" for each in predictions]
+    return numbers_table(columns, padding=(0, 1), row_styles=styles)
+
+
+def _gain(prediction: PredictionView) -> str:
+    """Return a gain, and between which it is at one standard error."""
+    low, high = significant(prediction.gain_low), significant(prediction.gain_high)
+    gain = significant(prediction.gain)
+    return gain if low == high else f"{gain} ({low} to {high})"
+
+
+# -- the decision about it -----------------------------------------------------------------------------------
+
+
+def render_decision(
+    decision: DecisionView,
+    now: float,
+    slow: str = "",
+    ended: str = "",
+    latest: GainReport | None = None,
+) -> RenderableType:
+    """Return the decision, what limits it, and what other counts would give; less if it has ended."""
+    facts = [("decision", _decision(decision))]
+    if ended:
+        facts.append(("ended", ended))
+    else:
+        facts.append(("reason", decision.reason))
+        limits = [limit.reason for limit in decision.limits if limit.reason not in decision.reason]
+        facts += [("" if i else "limits", limit) for i, limit in enumerate(limits)]
+        if slow:
+            facts.append(("slow", slow))
+        if latest is not None and latest.goodput:
+            speed, replicas = significant(latest.goodput), plural(latest.replicas, "replica")
+            facts.append(("measured", f"{speed} progress per second on {replicas}, mean of the last minute"))
+    facts.append(("decided", f"{clock(now - decision.time)} ago"))
+    parts: list[RenderableType] = [Text(decision.job, "bold"), _facts(facts)]
+    if decision.counts and not ended:
+        parts += [Text(), _counts_table(decision)]
+    return Group(*parts)
+
+
+def _decision(decision: DecisionView) -> str:
+    if decision.waiting:
+        return "waits"
+    if decision.replicas == decision.present or not decision.present:
+        return plural(decision.replicas, "replica")
+    return f"{decision.present} -> {plural(decision.replicas, 'replica')}"
+
+
+def _counts_table(decision: DecisionView) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
+    for header in ("replicas", "predicted per second", "time left"):
+        table.add_column(header, justify="right")
+    gives = any(each.given for each in decision.counts)
+    if gives:
+        table.add_column("others would give")
+    table.add_column("why", ratio=1)
+    shown = {decision.reason, *(limit.reason for limit in decision.limits)}
+    for each in decision.counts:
+        cells = [
+            str(each.replicas),
+            "" if each.goodput is None else significant(each.goodput),
+            "" if each.seconds_left is None else duration(each.seconds_left),
+            *([_given(each)] if gives else []),
+            "" if each.reason in shown else each.reason,
+        ]
+        table.add_row(*cells, style="bold" if each.replicas == decision.replicas else "")
+    return table
+
+
+def _given(count: CountView) -> str:
+    return ", ".join(f"{each.job}: {each.replicas}" for each in count.given)
+
+
+# -- its valid replica counts --------------------------------------------------------------------------------
+
+MAX_ROWS = 64
+
+
+def render_valid_replicas(job: JobDefinition) -> RenderableType:
+    """Return a table of the valid replica counts of a job, with the batches that each may use."""
+    spec = job.spec
+    counts = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
+    rows = [(replicas, batch_choice(spec.bounds, replicas)) for replicas in counts[:MAX_ROWS]]
+    table = numbers_table(
+        {
+            "replicas": [str(replicas) for replicas, _ in rows],
+            "local batch": [_format_range(each.local_bsz[0], each.local_bsz[-1]) for _, each in rows],
+            "accumulation": [str(each.accumulation) for _, each in rows],
+            "global batch": [_format_range(each[0].global_bsz, _largest_batch(each)) for _, each in rows],
+            "largest scale": [trimmed(_largest_batch(each) / spec.batch_size) for _, each in rows],
+        },
+        padding=(0, 1),
+    )
+    parts: list[RenderableType] = [table]
+    if len(counts) > MAX_ROWS:
+        others = counts[MAX_ROWS:]
+        parts.append(Text(f" and {plural(len(others), 'more count')} up to {others[-1]}"))
+    invalid = sorted(set(range(spec.min_replicas, spec.max_replicas + 1)) - set(counts))
+    if invalid:
+        parts.append(Text(f" not valid: {_format_ranges(invalid)}", "yellow"))
+    return Group(*parts)
+
+
+def _largest_batch(choice: BatchChoice) -> int:
+    return choice[len(choice) - 1].global_bsz
+
+
+def _format_range(low: int, high: int) -> str:
+    return count(low) if low == high else f"{count(low)} to {count(high)}"
+
+
+def _format_ranges(numbers: list[int]) -> str:
+    """Return ascending numbers, with consecutive ones as a range: `1, 3 to 5`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ", ".join(_format_range(numbers[0], numbers[-1]) for numbers in ranges)
+
+
+def describe_deadline(job: JobDefinition) -> str | None:
+    """Return what the deadline of a job needs, and where to see whether it can be met; None without one."""
+    seconds, steps = job.completion_deadline_seconds, job.spec.steps
+    if seconds is None:
+        return None
+    if steps is None:
+        need = (
+            "can be compared with the end of training once the program reports it: set scaleInvariantSteps "
+            "or trainSamples"
+        )
+    else:
+        need = f"needs {significant(steps / seconds)} steps at batchSize per second for {count(steps)} steps"
+    return (
+        f"completionDeadlineSeconds {count(seconds)} {need}. Whether a replica count meets it is predicted "
+        "from step times, of this job or of earlier jobs of its template: see the condition "
+        "DeadlineFeasible, or the messages of `adascale run`"
+    )

@@ -23,10 +23,8 @@ from adascale_controller.formatting import (
     significant,
     trimmed,
 )
-from adascale_controller.gain_summary import render_gain
 from adascale_controller.job_definition import JobDefinition
-from adascale_controller.job_overview import format_result
-from adascale_controller.job_preview import render_valid_replicas
+from adascale_controller.job_overview import format_result, render_gain, render_valid_replicas
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import (
     LiveDisplay,

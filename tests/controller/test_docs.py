@@ -18,7 +18,7 @@ from rich.console import Console
 
 from adascale_controller.cli.app import app
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_preview import render_valid_replicas
+from adascale_controller.job_overview import render_valid_replicas
 from adascale_controller.jobfile import load_job, parse_job
 from adascale_controller.schema import AdaScaleJobSpec, Checkpoint
 from adascale_core import names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adascale_controller.explanations import INTERVAL, MAX_JOBS, ExplanationSchedule
+from adascale_controller.schedule.cycle import EXPLAIN_INTERVAL, MAX_EXPLAINED, ExplanationSchedule
 from adascale_core.decision.decide import Decision
 
 STAYS = Decision(2, "unchanged")
@@ -14,7 +14,7 @@ def test_a_changed_decision_is_due_at_once_and_an_unchanged_one_at_intervals() -
     assert schedule.due({"a": STAYS, "b": STAYS}, 0.0) == ["a", "b"]
     assert schedule.due({"a": STAYS, "b": STAYS}, 1.0) == []
     assert schedule.due({"a": STAYS, "b": GROWS}, 2.0) == ["b"]
-    assert schedule.due({"a": STAYS, "b": GROWS}, INTERVAL) == ["a"]
+    assert schedule.due({"a": STAYS, "b": GROWS}, EXPLAIN_INTERVAL) == ["a"]
 
 
 def test_a_decision_that_could_not_be_stored_is_due_again() -> None:
@@ -33,10 +33,10 @@ def test_a_job_that_returns_is_due() -> None:
 
 def test_of_many_jobs_all_are_explained_in_turn_changed_ones_first() -> None:
     schedule = ExplanationSchedule()
-    decisions = {f"job-{i:03}": STAYS for i in range(3 * MAX_JOBS)}
+    decisions = {f"job-{i:03}": STAYS for i in range(3 * MAX_EXPLAINED)}
     explained: list[str] = []
     for now in range(3):
         explained += schedule.due(decisions, float(now))
     assert sorted(explained) == sorted(decisions)
     decisions["job-007"] = GROWS
-    assert schedule.due(decisions, 10 * INTERVAL)[0] == "job-007"
+    assert schedule.due(decisions, 10 * EXPLAIN_INTERVAL)[0] == "job-007"

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.explanations import MAX_JOBS
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule import scheduler as scheduler_module
 from adascale_controller.operator.schedule.scheduler import BURST, MAX_CHANGE_SHARE, MIN_INTERVAL, Scheduler
+from adascale_controller.schedule.cycle import MAX_EXPLAINED
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.reports import StepTime
@@ -253,12 +253,12 @@ def test_all_new_decisions_are_explained_without_another_decision(monkeypatch: p
     monkeypatch.setattr(scheduler_module, "MAX_SHARE", inf)
     scheduler = Scheduler()
     scheduler.set_resources(None, ())
-    for number in range(3 * MAX_JOBS - 1):
+    for number in range(3 * MAX_EXPLAINED - 1):
         scheduler.update(waiting(number, None, None))
     scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
     batches = [[each.job for each in scheduler.explain()] for _ in range(4)]
-    assert [len(jobs) for jobs in batches] == [MAX_JOBS, MAX_JOBS, MAX_JOBS - 1, 0]
-    assert len({job for jobs in batches for job in jobs}) == 3 * MAX_JOBS - 1
+    assert [len(jobs) for jobs in batches] == [MAX_EXPLAINED, MAX_EXPLAINED, MAX_EXPLAINED - 1, 0]
+    assert len({job for jobs in batches for job in jobs}) == 3 * MAX_EXPLAINED - 1
     assert not scheduler.is_due(NOW + 60)
 
 
@@ -266,10 +266,10 @@ def test_explanations_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scheduler_module, "MAX_SHARE", 1e-9)
     scheduler = Scheduler()
     scheduler.set_resources(None, ())
-    for number in range(MAX_JOBS + 1):
+    for number in range(MAX_EXPLAINED + 1):
         scheduler.update(waiting(number, None, None))
     scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
-    assert [len(scheduler.explain()) for _ in range(3)] == [MAX_JOBS, 0, 0]
+    assert [len(scheduler.explain()) for _ in range(3)] == [MAX_EXPLAINED, 0, 0]
 
 
 @pytest.mark.parametrize(

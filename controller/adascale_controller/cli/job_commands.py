@@ -30,10 +30,8 @@ from adascale_controller.cli.arguments import (
 )
 from adascale_controller.cli.connections import connect, open_cluster, select_cluster
 from adascale_controller.cluster.api import ClusterAccessError, ClusterTarget
-from adascale_controller.explanations import render_decision
 from adascale_controller.formatting import OutputConsole
-from adascale_controller.gain_summary import render_gain
-from adascale_controller.job_overview import render_status
+from adascale_controller.job_overview import render_decision, render_gain, render_status
 from adascale_controller.local.checkpoints import location
 from adascale_controller.local.job_status import read_status
 from adascale_controller.local.local_jobs import find_job

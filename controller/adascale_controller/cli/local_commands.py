@@ -15,8 +15,7 @@ import typer
 
 from adascale_controller.cli.arguments import JobFile, JobName, Output, OutputFormat, StateRoot, option
 from adascale_controller.formatting import OutputConsole, count, plural
-from adascale_controller.job_overview import render_list
-from adascale_controller.job_preview import describe_deadline, render_valid_replicas
+from adascale_controller.job_overview import describe_deadline, render_list, render_valid_replicas
 from adascale_controller.jobfile import load_job
 from adascale_controller.local.display import open_display
 from adascale_controller.local.job_status import read_status

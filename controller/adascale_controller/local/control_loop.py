@@ -9,7 +9,6 @@ from dataclasses import replace
 from http import HTTPStatus
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
-from adascale_controller.explanations import ExplanationSchedule
 from adascale_controller.formatting import (
     capitalized,
     count,
@@ -27,6 +26,7 @@ from adascale_controller.local.processes import StopSignals, has_message
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
 from adascale_controller.local.replicas import Replicas, RunResult
 from adascale_controller.local.service_process import ServiceSupervisor
+from adascale_controller.schedule.cycle import ExplanationSchedule
 from adascale_controller.schedule.measurements import JobMeasurements, training_target
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.explanation import explain

@@ -9,7 +9,6 @@ from functools import partial
 from math import inf
 from types import MappingProxyType
 
-from adascale_controller.explanations import ExplanationSchedule
 from adascale_controller.formatting import plural
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
@@ -32,6 +31,7 @@ from adascale_controller.schedule.capacity_requests import (
     RequestKind,
 )
 from adascale_controller.schedule.cycle import (
+    ExplanationSchedule,
     Solution,
     capacity_of,
     decide_all,
