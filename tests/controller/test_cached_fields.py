@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.observe.observer import cached_fields
-from adascale_controller.operator.observe.pods import read_pod
+from adascale_controller.operator.observe.pods import cached_fields, read_pod
 from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.operator.types.settings import KUEUE_FINALIZER, POD_GROUP_SIZE, QUEUE_NAME

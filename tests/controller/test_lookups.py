@@ -15,14 +15,14 @@ from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import CachedJob
-from adascale_controller.operator.observe.observer import (
+from adascale_controller.operator.observe.pods import (
     CONTAINER_CREATING_TIMEOUT,
     CONTAINER_START_TIMEOUT,
     START_EVENTS,
-    LookupResults,
-    with_start_problems,
+    Pod,
+    PodProblem,
+    with_start_problem,
 )
-from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import (
     EventReader,
@@ -250,7 +250,7 @@ def test_all_jobs_of_a_namespace_with_pods_that_start_slowly_share_one_read_of_e
         for number, each in enumerate(jobs):
             results = fetcher.results(each)
             assert results is not None
-            assert [raw["message"] for raw in results.slow_pod_events] == [f"of {number}"]
+            assert [raw["message"] for raw in results.slow_pod[1]] == [f"of {number}"]
 
     asyncio.run(main())
 
@@ -326,8 +326,7 @@ def event(reason: str, message: str, kind: str = "Warning", moment: float = NOW)
 def problem_after(seconds: float, *events: ApiObject, **changes: Any) -> PodProblem | None:
     """Return the problem of a pod that was assigned to its node some seconds ago."""
     creating = creating_pod(seconds, **changes)
-    results = LookupResults(slow_pod=creating.uid, slow_pod_events=events)
-    return with_start_problems([creating], results, NOW)[0].problem
+    return with_start_problem(creating, events, NOW).problem
 
 
 def creating_pod(seconds: float, **changes: Any) -> Pod:
@@ -433,7 +432,7 @@ def test_only_a_pod_that_has_started_no_container_is_in_container_creating(chang
 
 
 def test_a_pod_in_container_creating_is_named_in_the_jobs_condition() -> None:
-    creating = with_start_problems([creating_pod(61)], LookupResults(), NOW)
+    creating = [with_start_problem(creating_pod(61), (), NOW)]
     starting = observed(job((1, 1)), view((1, 1)), creating)
     actions = actions_for(starting, 1)
     running = condition(actions, ConditionType.RUNNING)
@@ -443,7 +442,7 @@ def test_a_pod_in_container_creating_is_named_in_the_jobs_condition() -> None:
 
 
 def test_a_pod_in_container_creating_does_not_fail_its_placement() -> None:
-    creating = with_start_problems([creating_pod(61)], LookupResults(), NOW)
+    creating = [with_start_problem(creating_pod(61), (), NOW)]
     starting = observed(job((1, 1)), view((1, 1)), creating)
     assert starting.start_problem(range(1)) is not None
     assert starting.placement_problem(range(1)) is None

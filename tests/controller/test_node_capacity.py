@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_controller.operator.observe.observer import lost_nodes
-from adascale_controller.operator.observe.pods import Pod, read_pod
+from adascale_controller.operator.observe.pods import Pod, lost_nodes, read_pod
 from adascale_controller.operator.schedule.nodes import (
     amount,
     eligible_nodes,

@@ -10,7 +10,7 @@ import pytest
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.observer import Observer
+from adascale_controller.operator.observe.observed_job import Observer
 from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType
 from adascale_controller.operator.types.settings import OperatorSettings

@@ -22,8 +22,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.observer import Cached, cached_fields
-from adascale_controller.operator.observe.pods import END_DEADLINE
+from adascale_controller.operator.observe.pods import END_DEADLINE, Cached, cached_fields
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
 from adascale_controller.operator.types.settings import KUEUE_GROUP

@@ -1,17 +1,28 @@
-"""The observed state of one AdaScaleJob."""
+"""The observed state of one AdaScaleJob: its cached objects, and lookups.
+
+Lookups are reads of the API server that the caches don't answer. A job may need three: its checkpoint claim,
+what admission makes of its pods, and the Events of a pod whose containers don't start.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from adascale_controller.job.failing_counts import FailingCount
 from adascale_controller.job.reasons import Reason
-from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
+from adascale_controller.operator.observe.adascalejob import (
+    AdaScaleJob,
+    ParsedSpec,
+    parse_spec,
+    template_digest,
+)
+from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, with_start_problem
 from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.settings import OperatorSettings
+from adascale_controller.schema import DEFAULT_ACCESS_MODE
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.registration import MAX_INTERVAL
@@ -361,3 +372,106 @@ def _agent_error(pod: str, end: PodExit) -> PodProblem:
         # Another pod of the replica, maybe on another node, has taken its place.
         message = f"pod {pod}: {message}"
     return PodProblem(_AGENT_ERRORS[end.exit_code], message)
+
+
+# -- observing it -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LookupResults:
+    """The newest results of a job's lookups. Each is None until it is known."""
+
+    claim: CheckpointClaim | None = None
+    # uid of a pod that starts slowly, and the Events about it, of `START_EVENTS`
+    slow_pod: tuple[str, Sequence[ApiObject]] = ("", ())
+    admission: Admission | None = None  # what admission makes of its pods
+    refusal: PodProblem | None = None  # why the API server creates no pod that is missing
+
+
+def read_claim(job: AdaScaleJob, name: str, raw: ApiObject | None) -> CheckpointClaim:
+    """Return the checkpoint claim of a job."""
+    checkpoint = job.valid_job.checkpoint
+    modes = raw["spec"]["accessModes"] if raw is not None else [checkpoint.access_mode or DEFAULT_ACCESS_MODE]
+    own = checkpoint.claim_name is None
+    return CheckpointClaim(name, own, raw is not None, single_node="ReadWriteMany" not in modes)
+
+
+def assumed_claim(job: AdaScaleJob) -> ApiObject | None:
+    """Return the checkpoint claim of a job where claims may not be read.
+
+    A claim of the user's is assumed to exist and to be ReadWriteMany. If it is not, its pods show it.
+    """
+    is_own = job.valid_job.checkpoint.claim_name is None
+    return None if is_own else {"spec": {"accessModes": ["ReadWriteMany"]}}
+
+
+def creation_problem(message: str) -> PodProblem:
+    """Return why there are no pods, from the API server's message about a pod that it rejects."""
+    exceeded = "exceeded quota" in message
+    return PodProblem(Reason.QUOTA_EXCEEDED if exceeded else Reason.POD_CREATION_FAILED, message)
+
+
+class Observer:
+    """Reads cached objects. Parsed specs are kept until their objects change."""
+
+    def __init__(self, settings: OperatorSettings) -> None:
+        self._settings = settings
+        self._specs: dict[str, ParsedSpec] = {}
+
+    def retain(self, uids: Collection[str]) -> None:
+        """Drop the memory of all AdaScaleJobs with other uids."""
+        self._specs = {uid: parsed for uid, parsed in self._specs.items() if uid in uids}
+
+    def read(self, raw: ApiObject, pods: Sequence[Pod], lost_nodes: frozenset[str]) -> CachedJob:
+        """Return an AdaScaleJob."""
+        uid = raw["metadata"]["uid"]
+        parsed = self._specs[uid] = parse_spec(raw, self._specs.get(uid))
+        job = AdaScaleJob.read(raw, parsed, self._settings)
+        own = [pod for pod in pods if pod.controller[2] == uid and pod.rank >= 0]
+        others = [pod for pod in pods if pod not in own and not pod.has_ended]
+        return CachedJob(job, own, lost_nodes, others=others)
+
+    def reject(self, job: AdaScaleJob, reason: str) -> None:
+        """Record that the API server rejects an object made from the current spec of a job."""
+        self._specs[job.uid] = ParsedSpec((job.generation, job.queueing.queue), None, reason)
+
+
+def observe(
+    cached: CachedJob,
+    lookups: LookupResults,
+    views: Mapping[str, JobView] | None,
+    now: float,
+    queue: QueueView | None = None,
+) -> ObservedJob:
+    """Return the observed state of a job."""
+    job = cached.resource
+    return ObservedJob(
+        resource=job,
+        # The next write creates a job that the metrics service does not have.
+        service=None if views is None else views.get(job.id, JobView.empty(job.id, created_at=now)),
+        pods=[_with_problem(pod, lookups, now, queue) for pod in cached.pods],
+        claim=lookups.claim,
+        digest=_digest(cached, lookups),
+        refusal=lookups.refusal,
+        lost_nodes=cached.lost_nodes,
+        now=now,
+        others=cached.others,
+        admission=lookups.admission or Admission(),
+        queue=queue,
+    )
+
+
+def _with_problem(pod: Pod, lookups: LookupResults, now: float, queue: QueueView | None) -> Pod:
+    """Return a pod that starts slowly, or is gated by Kueue, with why that is."""
+    if pod.problem is not None and pod.is_gated and queue is not None and queue.message:
+        return replace(pod, problem=replace(pod.problem, message=f"{pod.problem.message}: {queue.message}"))
+    uid, events = lookups.slow_pod
+    return with_start_problem(pod, events if pod.uid == uid else (), now)
+
+
+def _digest(cached: CachedJob, lookups: LookupResults) -> str:
+    """Return the digest of the current template. An invalid spec leaves the pods as they are."""
+    if cached.resource.job is None:
+        return next((pod.template for pod in cached.live_pods.values() if pod.template), "")
+    single_node = lookups.claim is not None and lookups.claim.single_node
+    return template_digest(cached.resource, single_node=single_node)

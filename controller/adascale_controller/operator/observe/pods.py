@@ -1,10 +1,11 @@
-"""The pods of a job: where they run, what keeps them from starting, how they have ended."""
+"""What the caches hold of objects; of pods: where they run, what keeps them from starting, how they end."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from adascale_controller.operator.types.kubernetes import (
     SCHEDULING_FIELDS,
     ApiObject,
     JobKey,
+    Resource,
     find_condition,
     only,
     replica_index,
@@ -419,3 +421,145 @@ def is_program_failure(end: PodExit) -> bool:
         return exit_class.is_failure
     # The exit codes of agents have no meaning in another container.
     return end.exit_code != 0
+
+
+# -- why a pod starts slowly -------------------------------------------------------------------------------
+
+CONTAINER_START_TIMEOUT: Final = 10.0
+"""Seconds that a node may take for a pod's volumes and network before its Events are read. Before that they
+often report problems that disappear by themselves."""
+CONTAINER_CREATING_TIMEOUT: Final = 60.0
+"""Seconds after which a pod in ContainerCreating is reported in any case."""
+_START_EVENTS: Final = frozenset(
+    {"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox", "NetworkNotReady"}
+)
+"""Reasons of Events by which a node reports why it has started no container. Pod statuses don't have them."""
+_ORDINARY: Final = ("Scheduled", "SuccessfulAttachVolume", "Pulled", "Created", "Started", "Killing")
+"""Reasons of Events that don't explain why a pod is still in ContainerCreating. Each pod has some of them."""
+START_EVENTS: Final = ",".join(["involvedObject.kind=Pod", *(f"reason!={reason}" for reason in _ORDINARY)])
+"""Selects Events that may say why pods start no container."""
+
+
+def slow_pod(pods: Iterable[Pod], now: float) -> Pod | None:
+    """Return the first pod that was assigned to a node and has started no container in time."""
+    slow = (pod for pod in pods if _seconds_creating(pod, now) > CONTAINER_START_TIMEOUT)
+    return min(slow, key=lambda pod: pod.rank, default=None)
+
+
+def with_start_problem(pod: Pod, events: Sequence[ApiObject], now: float) -> Pod:
+    """Return a pod. If it starts no container, it has the reason, from the Events about it.
+
+    A pod with an Event about a failed start has that as its problem after `CONTAINER_START_TIMEOUT`; any
+    other is reported as slow after `CONTAINER_CREATING_TIMEOUT`, with its newest Event if it has any.
+    """
+    elapsed = _seconds_creating(pod, now)
+    if elapsed <= CONTAINER_START_TIMEOUT:
+        return pod
+    events = _lasting(pod, events)
+    failure = _newest(event for event in events if event["reason"] in _START_EVENTS)
+    if failure is not None:
+        return replace(pod, problem=PodProblem(Reason.CONTAINER_START_FAILED, failure))
+    if elapsed <= CONTAINER_CREATING_TIMEOUT:
+        return pod
+    # Thresholds that double keep the message, and with it the status, from changing in each cycle.
+    threshold = CONTAINER_CREATING_TIMEOUT
+    while 2 * threshold < elapsed:
+        threshold *= 2
+    message = f"pod {pod.name} has {_waits(pod)} for more than {threshold:.0f} s on node {pod.node}"
+    warnings = [event for event in events if event.get("type") == "Warning"]
+    detail = _newest(warnings) or _newest(events)
+    message = f"{message}: {detail}" if detail else message
+    return replace(pod, problem=PodProblem(Reason.CONTAINER_CREATING, message, blocks=False))
+
+
+def next_start_check(pods: Iterable[Pod], now: float) -> float:
+    """Return when a pod that has not started its worker is next reported in another way, by time alone.
+
+    In seconds since 1970; infinite if all have started.
+    """
+    return min((_next_start_check(pod, now) for pod in pods), default=inf)
+
+
+def _next_start_check(pod: Pod, now: float) -> float:
+    elapsed = _seconds_creating(pod, now)
+    if not _is_creating(pod):
+        return inf
+    threshold = CONTAINER_START_TIMEOUT
+    if elapsed > CONTAINER_START_TIMEOUT:
+        threshold = CONTAINER_CREATING_TIMEOUT
+    while threshold < elapsed:
+        threshold *= 2
+    return (pod.scheduled_at or 0.0) + threshold
+
+
+def _lasting(pod: Pod, events: Sequence[ApiObject]) -> list[ApiObject]:
+    """Return the Events about a pod without failures that are over: Events stay for an hour.
+
+    A node pulls images once the volumes and the network of a pod are there.
+    """
+    pulls = max((_last_seen(event) for event in events if event["reason"] == "Pulling"), default=-inf)
+    over = inf if pod.has_started else pulls
+    return [each for each in events if each["reason"] not in _START_EVENTS or _last_seen(each) > over]
+
+
+def _waits(pod: Pod) -> str:
+    waits_for = pod.init_container
+    return "been in ContainerCreating" if waits_for is None else f"waited for init container {waits_for}"
+
+
+def _seconds_creating(pod: Pod, now: float) -> float:
+    """Return how long a pod has been on a node without starting its worker; 0 if it is not in that state."""
+    return now - (pod.scheduled_at or 0.0) if _is_creating(pod) else 0.0
+
+
+def _is_creating(pod: Pod) -> bool:
+    is_early = not pod.has_started or pod.init_container is not None
+    waits = pod.scheduled_at is not None and is_early and pod.problem is None
+    return waits and pod.exit is None and pod.deletion_deadline is None
+
+
+def _newest(events: Iterable[ApiObject]) -> str | None:
+    newest = max(events, key=_last_seen, default=None)
+    return None if newest is None else f"{newest['reason']}: {newest.get('message', '')}"
+
+
+def _last_seen(event: ApiObject) -> float:
+    """Return when an Event was last recorded, in seconds since 1970. A series records it elsewhere."""
+    series = event.get("series") or {}
+    recorded = series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
+    return seconds(recorded) or 0.0
+
+
+# -- what the cache keeps ----------------------------------------------------------------------------------
+
+Cached = ApiObject | Pod
+"""A pod, or another object as JSON."""
+
+
+def cached_fields(resource: Resource, raw: ApiObject) -> Cached:
+    """Return an object without the parts that the operator does not read, such as the images of a node."""
+    if resource is Resource.PODS:
+        return read_pod(raw)
+    kept = {
+        **raw,
+        "metadata": {name: each for name, each in raw["metadata"].items() if name != "managedFields"},
+    }
+    if resource is Resource.NODES:
+        kept["status"] = only(raw.get("status") or {}, ("allocatable", "conditions"))
+    found: ApiObject = shared(kept)
+    return found
+
+
+def lost_nodes(nodes: Iterable[ApiObject]) -> frozenset[str]:
+    """Return the names of the nodes that are not ready."""
+    return frozenset(str(node["metadata"]["name"]) for node in nodes if not is_ready(node))
+
+
+def is_ready(node: ApiObject) -> bool:
+    """Whether a node has the condition Ready."""
+    return find_condition(node.get("status") or {}, "Ready") is not None
+
+
+def is_deleting(raw: ApiObject) -> bool:
+    """Whether an object is being deleted."""
+    return "deletionTimestamp" in raw["metadata"]

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 from adascale_client import MetricsServiceClient
 from adascale_controller.operator.apply.applier import Applier, BeforePods
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
-from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob
-from adascale_controller.operator.observe.observer import Observer, is_deleting, lost_nodes, observe
-from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob, Observer, observe
+from adascale_controller.operator.observe.pods import Pod, is_deleting, lost_nodes
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline, reconcile, reconcile_undecided
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation

@@ -38,16 +38,16 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.observed_job import Admission, CachedJob, QueueView
-from adascale_controller.operator.observe.observer import (
-    START_EVENTS,
+from adascale_controller.operator.observe.observed_job import (
+    Admission,
+    CachedJob,
     LookupResults,
+    QueueView,
     assumed_claim,
     creation_problem,
-    next_start_check,
     read_claim,
-    slow_pod,
 )
+from adascale_controller.operator.observe.pods import START_EVENTS, next_start_check, slow_pod
 from adascale_controller.operator.schedule.quota import of_job, read_queues
 from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.kubernetes import (
@@ -363,8 +363,8 @@ class LookupFetcher:
         started: dict[asyncio.Task[None], JobKey] = {}
         for job in jobs:
             lookups = self._jobs.setdefault(job.resource.uid, _JobLookups())
-            if slow_pod(job, now) is None:
-                lookups.slow_pod, lookups.slow_pod_events = None, ()
+            if slow_pod(job.pods, now) is None:
+                lookups.slow_pod = ("", ())
             for call in self._calls(job, lookups, now):
                 if call.due > now:
                     continue
@@ -421,7 +421,7 @@ class LookupFetcher:
         if name is not None and "claim" not in lookups.running:
             due = _claim_due(resource, name, lookups)
             yield _Call("claim", due, lambda: self._read_claim(resource, name, lookups, now))
-        slow = slow_pod(job, now)
+        slow = slow_pod(job.pods, now)
         if slow is not None and "pod" not in lookups.running:
             due = lookups.pod_events_read_at + EVENTS_INTERVAL
             yield _Call("pod", due, lambda: self._read_pod_events(job, slow.uid, lookups, now))
@@ -450,8 +450,7 @@ class LookupFetcher:
         async def read() -> None:
             events = await self._events.read(job.resource.namespace)
             if events is not None:
-                found = tuple(events.get(pod_uid, ()))
-                lookups.slow_pod, lookups.slow_pod_events = pod_uid, found
+                lookups.slow_pod = pod_uid, tuple(events.get(pod_uid, ()))
 
         return read()
 

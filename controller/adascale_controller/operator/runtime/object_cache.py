@@ -16,8 +16,7 @@ from typing import Any
 import kopf
 
 from adascale_controller.operator.apply.kubernetes_cluster import PAGE_SIZE
-from adascale_controller.operator.observe.observer import Cached, cached_fields
-from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.observe.pods import Cached, Pod, cached_fields
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource, object_key
 from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core import names

@@ -22,8 +22,7 @@ from kubernetes.utils import parse_quantity
 
 from adascale_controller.formatting import plural
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.observe.observer import is_ready
-from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.observe.pods import Pod, is_ready
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.decision.type_choice import Accelerator
 from adascale_core.names import NO_ACCELERATOR_LABEL
