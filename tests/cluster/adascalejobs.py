@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from typing import Any, cast
 
 from kubernetes import client
@@ -14,6 +15,7 @@ TEMPLATE: dict[str, Any] = {
     "spec": {"containers": [{"name": "worker", "image": "example.invalid/worker:1", "command": ["python"]}]}
 }
 VALID: dict[str, Any] = {"batchSize": 32, "maxReplicas": 8, "template": TEMPLATE}
+MERGE = "application/merge-patch+json"
 GROUP_VERSION = (names.API_GROUP, names.API_VERSION)
 
 
@@ -53,6 +55,24 @@ class Jobs:
         self._api = client.CustomObjectsApi(api_client)
         self._path = (*GROUP_VERSION, namespace, names.PLURAL)
 
+    def submit(self, manifest: Mapping[str, Any]) -> None:
+        self._api.create_namespaced_custom_object(*self._path, dict(manifest))
+
+    def get(self, name: str) -> dict[str, Any]:
+        return cast(dict[str, Any], self._api.get_namespaced_custom_object(*self._path, name))
+
+    def all(self) -> list[dict[str, Any]]:
+        """All jobs, by name."""
+        found = cast(dict[str, Any], self._api.list_namespaced_custom_object(*self._path))
+        return sorted(found["items"], key=lambda raw: str(raw["metadata"]["name"]))
+
+    def edit(self, name: str, **spec: Any) -> None:
+        """Change fields of the spec, by their names in YAML."""
+        self._api.patch_namespaced_custom_object(*self._path, name, {"spec": spec}, _content_type=MERGE)
+
+    def delete(self, name: str) -> None:
+        self._api.delete_namespaced_custom_object(*self._path, name)
+
     def create(self, document: dict[str, Any], *, dry_run: bool = True) -> dict[str, Any]:
         """The job as the API server would store it, or, without `dry_run`, has stored it."""
         try:
@@ -67,12 +87,7 @@ class Jobs:
         """The job as it would be stored with some fields changed."""
         try:
             patched = self._api.patch_namespaced_custom_object(
-                *self._path,
-                name,
-                change,
-                field_validation="Strict",
-                dry_run="All",
-                _content_type="application/merge-patch+json",
+                *self._path, name, change, field_validation="Strict", dry_run="All", _content_type=MERGE
             )
         except client.ApiException as error:
             raise RejectedError(error) from None

@@ -16,6 +16,7 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from adascale_core import names
+from cluster.adascalejobs import Jobs, document
 from support import launch
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -169,11 +170,11 @@ class System:
             )
         )
         for workload in (f"statefulset/{names.API_SERVICE}", f"deployment/{names.CONTROLLER}"):
-            succeeded(
-                self.kubectl(
-                    "-n", names.SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=180s", timeout=200
-                )
-            )
+            self._wait_for_rollout(workload)
+
+    def _wait_for_rollout(self, workload: str) -> None:
+        command = ("-n", names.SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=180s")
+        succeeded(self.kubectl(*command, timeout=200))
 
     def pods_of(self, part: str) -> list[str]:
         """Return the names of the pods of the operator or of the metrics service."""
@@ -210,11 +211,7 @@ class System:
             yield
         finally:
             scale(1)
-            succeeded(
-                self.kubectl(
-                    "-n", names.SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=180s", timeout=200
-                )
-            )
+            self._wait_for_rollout(workload)
 
     def apply(self, objects: list[Manifest]) -> None:
         """Apply manifests with kubectl."""
@@ -295,7 +292,7 @@ class JobUnderTest:
         self.namespace = namespace
         self.name = name
         self.id = f"{namespace}.{name}"
-        self._objects: Any = client.CustomObjectsApi(system.api)
+        self._jobs = Jobs(system.api, namespace)
 
     def kubectl(self, *arguments: str, **options: Any) -> str:
         """Run kubectl in the job's namespace."""
@@ -303,10 +300,7 @@ class JobUnderTest:
 
     def raw(self) -> Manifest:
         """Return the object."""
-        found: Manifest = self._objects.get_namespaced_custom_object(
-            names.API_GROUP, names.API_VERSION, self.namespace, names.PLURAL, self.name
-        )
-        return found
+        return self._jobs.get(self.name)
 
     def status(self) -> Manifest:
         """Return its status. Empty before the operator has written it."""
@@ -314,21 +308,10 @@ class JobUnderTest:
 
     def edit(self, **spec: Any) -> None:
         """Patch fields of the spec, by their names in YAML."""
-        self._objects.patch_namespaced_custom_object(
-            names.API_GROUP,
-            names.API_VERSION,
-            self.namespace,
-            names.PLURAL,
-            self.name,
-            {"spec": spec},
-            _content_type="application/merge-patch+json",
-        )
+        self._jobs.edit(self.name, **spec)
 
     def delete(self) -> None:
-        """Delete it."""
-        self._objects.delete_namespaced_custom_object(
-            names.API_GROUP, names.API_VERSION, self.namespace, names.PLURAL, self.name
-        )
+        self._jobs.delete(self.name)
 
     def condition(self, kind: str) -> Manifest:
         """Return its condition of a type. Empty if it has none."""
@@ -475,12 +458,7 @@ def job_manifest(name: str = "paced", *, pace: float = 0.05, **spec: Any) -> Man
         "checkpoint": {"claimName": "shared", "intervalSeconds": 2},
         "template": {"spec": pod},
     }
-    return {
-        "apiVersion": names.GROUP_VERSION,
-        "kind": names.KIND,
-        "metadata": {"name": name},
-        "spec": defaults | spec,
-    }
+    return document(defaults | spec, name)
 
 
 class Workspace:
@@ -494,7 +472,7 @@ class Workspace:
     def __init__(self, system: System, namespace: str) -> None:
         self._system = system
         self.namespace = namespace
-        self._objects: Any = client.CustomObjectsApi(system.api)
+        self._jobs = Jobs(system.api, namespace)
         system.core.create_namespaced_config_map(
             namespace,
             {
@@ -522,7 +500,5 @@ class Workspace:
 
     def submit(self, manifest: Mapping[str, Any]) -> JobUnderTest:
         """Create a job."""
-        self._objects.create_namespaced_custom_object(
-            names.API_GROUP, names.API_VERSION, self.namespace, names.PLURAL, dict(manifest)
-        )
+        self._jobs.submit(manifest)
         return JobUnderTest(self._system, self.namespace, manifest["metadata"]["name"])

@@ -18,6 +18,7 @@ from kubernetes import client
 
 from adascale_core import names
 from api.client import TOKEN, ServiceProcess
+from cluster.adascalejobs import Jobs
 from cluster.conftest import fresh_namespace
 from cluster.system import wait_until
 from support.operator_process import OperatorProcess
@@ -33,28 +34,19 @@ REPLICAS = 2
 PATIENCE = 180.0
 
 
-class Jobs:
+class ManyJobs(Jobs):
     """The jobs of a namespace."""
 
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
-        self._objects: Any = client.CustomObjectsApi(api)
+        super().__init__(api, namespace)
         self._core: Any = client.CoreV1Api(api)
         self._namespace = namespace
 
-    def submit(self, number: int) -> None:
+    def submit_number(self, number: int) -> None:
         """Create a job that grows to `REPLICAS` replicas, for which all nodes have room."""
         body = manifest(f"job-{number:02d}", number % 5)
         body["spec"]["maxReplicas"] = REPLICAS
-        self._objects.create_namespaced_custom_object(
-            names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, body
-        )
-
-    def all(self) -> list[dict[str, Any]]:
-        """All jobs, by name."""
-        found = self._objects.list_namespaced_custom_object(
-            names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL
-        )
-        return sorted(found["items"], key=lambda raw: str(raw["metadata"]["name"]))
+        self.submit(body)
 
     def have_grown(self) -> bool:
         """Whether all jobs train on as many replicas as they want."""
@@ -66,18 +58,9 @@ class Jobs:
         """The progress of each job, as the operator has written it."""
         return [raw["status"].get("progress", 0) for raw in self.all()]
 
-    def edit(self, number: int, limit: int) -> None:
-        """Change what has no effect on the pods of a job."""
-        self._objects.patch_namespaced_custom_object(
-            *(names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, f"job-{number:02d}"),
-            {"spec": {"backoffLimit": limit}},
-        )
-
     def is_observed(self, number: int) -> bool:
         """Whether an operator has seen the last edit of a job."""
-        raw = self._objects.get_namespaced_custom_object(
-            *(names.API_GROUP, names.API_VERSION, self._namespace, names.PLURAL, f"job-{number:02d}")
-        )
+        raw = self.get(f"job-{number:02d}")
         return bool(raw["status"].get("observedGeneration") == raw["metadata"]["generation"])
 
     def made(self) -> dict[str, Any]:
@@ -107,7 +90,7 @@ def namespace(api_client: client.ApiClient, crd: dict[str, Any]) -> Iterator[str
 def test_no_end_of_the_operator_changes_a_job(
     api_client: client.ApiClient, kubeconfig: str, namespace: str, tmp_path: Path
 ) -> None:
-    jobs = Jobs(api_client, namespace)
+    jobs = ManyJobs(api_client, namespace)
     token = tmp_path / "token"
     token.write_text(TOKEN)
     with ServiceProcess(tmp_path) as service:
@@ -124,7 +107,7 @@ def test_no_end_of_the_operator_changes_a_job(
 
         def works(number: int) -> None:
             """Wait until an operator has followed an edit, and has looked at the reports of all jobs."""
-            jobs.edit(number, 4 + number)
+            jobs.edit(f"job-{number:02d}", backoffLimit=4 + number)  # has no effect on the pods
             wait_until(lambda: jobs.is_observed(number), "an operator at work", patience=PATIENCE)
             before = jobs.progress()
             wait_until(
@@ -135,7 +118,7 @@ def test_no_end_of_the_operator_changes_a_job(
             with Agents(url, heartbeat=3.0, report=1.0, token=TOKEN).following(api_client, namespace):
                 first = start("first")
                 with ThreadPoolExecutor(4) as threads:
-                    list(threads.map(jobs.submit, range(JOBS)))
+                    list(threads.map(jobs.submit_number, range(JOBS)))
                 wait_until(jobs.have_grown, "training of all jobs", patience=PATIENCE)
                 assert "Not allowed to list nodes" not in first.log
                 made = jobs.made()

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from kubernetes import client
 
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_controller.schema import Checkpoint
-from adascale_core.messages.job_spec import JobSpec
+from support import pod_templates
 from support.observed_jobs import checkpoint_settings
+from support.pod_templates import container
 
 pytestmark = pytest.mark.cluster
 
@@ -31,28 +31,18 @@ def restricted(api_client: client.ApiClient, namespace: str) -> str:
 
 
 def workload(namespace: str, checkpoint: Checkpoint | None = None, **worker: Any) -> AdaScaleJob:
-    template = {
-        "spec": {
-            "containers": [{"name": "worker", "image": "trainer:1", "command": ["python", "t.py"], **worker}],
-            "initContainers": [{"name": "fetch", "image": "fetch:1"}],
-            "nodeSelector": NOWHERE,
-        }
-    }
-    return AdaScaleJob(
-        name="digits",
-        generation=1,
-        namespace=namespace,
-        uid="0b0e1b0c-8e5b-4a52-a4b8-3f1f9e8d7c6b",
-        job=JobDefinition(
-            f"{namespace}.digits",
-            JobSpec(4, 256, (4, 64), 1, 4, 1000),
-            checkpoint=checkpoint or checkpoint_settings(path="/data"),
-            active_deadline_seconds=3600,
-        ),
-        template=template,
-        created_at=1_700_000_000,
-        settings=OperatorSettings("http://adascale-api.adascale-system:8265"),
+    made_of = pod_templates.template(
+        container(command=["python", "t.py"], **worker),
+        initContainers=[container("fetch")],
+        nodeSelector=NOWHERE,
     )
+    made = pod_templates.workload(
+        made_of,
+        id=f"{namespace}.digits",
+        checkpoint=checkpoint or checkpoint_settings(path="/data"),
+        active_deadline_seconds=3600,
+    )
+    return replace(made, namespace=namespace, uid="0b0e1b0c-8e5b-4a52-a4b8-3f1f9e8d7c6b")
 
 
 def ask(api: client.ApiClient, method: str, path: str, body: object = None, **query: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import pytest
 import urllib3
 from kubernetes import client
 
-from adascale_core import names
 from api.client import TOKEN, ServiceProcess
+from cluster.adascalejobs import Jobs
 from cluster.conftest import Kubectl, fresh_namespace
 from cluster.system import JobUnderTest, System, job_manifest, wait_until
 from support.operator_process import WRITES, OperatorProcess
@@ -53,11 +53,8 @@ class Place:
 
     def submit(self, name: str, **spec: Any) -> JobUnderTest:
         """Make a job whose pods no node takes."""
-        objects: Any = client.CustomObjectsApi(self.installation.api)
         manifest = job_manifest(name, pod=NOWHERE, container=STATE, **spec)
-        objects.create_namespaced_custom_object(
-            names.API_GROUP, names.API_VERSION, self.namespace, names.PLURAL, manifest
-        )
+        Jobs(self.installation.api, self.namespace).submit(manifest)
         return JobUnderTest(self.installation, self.namespace, name)
 
     def desired(self, job: JobUnderTest) -> tuple[int, int] | None:

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from kubernetes import client
 
-from adascale_core import names
 from api.client import TOKEN, ServiceProcess
 from cluster import system
+from cluster.adascalejobs import Jobs
 from cluster.conftest import fresh_namespace
 from support.operator_process import OperatorProcess
 
@@ -32,7 +32,6 @@ pytestmark = pytest.mark.cluster
 
 POOL = "adascale-test-pool"
 """The label of the nodes for the pods of a namespace; its value is the namespace."""
-OBJECT = (names.API_GROUP, names.API_VERSION)
 Object = dict[str, Any]
 wait_until = partial(system.wait_until, patience=180.0)
 
@@ -44,7 +43,7 @@ class Place:
         self.core: Any = client.CoreV1Api(api)
         self.namespace = namespace
         self.nodes: list[str] = []
-        self._objects: Any = client.CustomObjectsApi(api)
+        self.jobs = Jobs(api, namespace)
 
     def add_node(self, gpus: int) -> None:
         """Add a node."""
@@ -62,16 +61,11 @@ class Place:
         body = manifest(name, 0)
         body["spec"] |= spec
         body["spec"]["template"]["spec"]["nodeSelector"] = {POOL: self.namespace}
-        self._objects.create_namespaced_custom_object(*OBJECT, self.namespace, names.PLURAL, body)
-
-    def delete(self, name: str) -> None:
-        """Delete a job."""
-        self._objects.delete_namespaced_custom_object(*OBJECT, self.namespace, names.PLURAL, name)
+        self.jobs.submit(body)
 
     def status(self, name: str) -> Object:
         """Return the status of a job."""
-        raw = self._objects.get_namespaced_custom_object(*OBJECT, self.namespace, names.PLURAL, name)
-        status: Object = raw.get("status", {})
+        status: Object = self.jobs.get(name).get("status", {})
         return status
 
     def condition(self, name: str) -> Object:
@@ -150,7 +144,7 @@ def test_nodes_are_added_for_the_smallest_count_and_for_growth(place: Place) -> 
         )
         assert (place.unschedulable_pods(), place.nodes) == ([], [])
         # It would get the node first.
-        place.delete("waits")
+        place.jobs.delete("waits")
         place.submit("requests", requestNodes=True, maxReplicas=2)
         wait_until(lambda: place.trains_on("requests", 1), "training on 1 replica")
         wait_until(lambda: place.trains_on("requests", 2), "training on 2 replicas")

@@ -158,37 +158,6 @@ def token_is_not_told(service: ServiceProcess, tokens: list[str]) -> bool:
     return not any(token in service.log() for token in tokens if len(token) > 100)
 
 
-def test_a_token_with_several_audiences_is_valid_for_each_job(
-    service: ServiceProcess, namespace: str, token_of: TokenOf
-) -> None:
-    ids = [f"{namespace}.a", f"{namespace}.b"]
-    token = token_of(namespace, "default", *map(job_audience, ids), "https://example.org")
-    assert [call(service, token, job, "report").status for job in ids] == [200, 200]
-    assert call(service, token, f"{namespace}.c", "report").status == 403
-
-
-def test_protected_reads_require_the_jobs_or_the_operators_token(
-    tmp_path: Path, kubeconfig: str, namespace: str, token_of: TokenOf
-) -> None:
-    job = f"{namespace}.digits"
-    operator = token_of(namespace, "operator", API_AUDIENCE)
-    worker = token_of(namespace, "default", job_audience(job))
-    options = ("--token-review", "--protect-reads", "--controller-account", f"{namespace}:operator")
-    with ServiceProcess(tmp_path, *options, environ={"KUBECONFIG": kubeconfig}) as service:
-        assert call(service, operator, job, "declare").status == 201
-        for path, statuses in {
-            f"/jobs/{job}": (401, 200, 200),
-            f"/jobs/{job}/allocation": (401, 200, 200),
-            f"/jobs/{namespace}.other": (401, 403, 404),
-            "/jobs": (401, 403, 200),
-            "/metrics": (401, 403, 200),
-            "/healthz": (200, 200, 200),
-        }.items():
-            for token, status in zip((None, worker, operator), statuses, strict=True):
-                with Client(service.port, token) as connection:
-                    assert (connection.call("GET", path).status, path) == (status, path)
-
-
 def test_a_metrics_service_that_may_not_review_tokens_names_the_permission(
     tmp_path: Path, kubeconfig: str, namespace: str, token_of: TokenOf, api_client: client.ApiClient
 ) -> None:
