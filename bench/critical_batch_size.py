@@ -273,9 +273,11 @@ def add_measured(
             parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
         own = dict(zip(parameters, gradients, strict=True))
         for meter in meters:
-            for index, group in enumerate(meter.param_groups if meter.reads_gradients else ()):
-                meter.read(index, group["params"], [own[parameter] for parameter in group["params"]])
-            (meter.measure if number == len(micro_batches) else meter.end_micro_gradient)(1.0)
+            for index, group in enumerate(meter.param_groups if meter.statistics.reads_gradients else ()):
+                own_parameters = group["params"]
+                meter.statistics.reader.read(index, own_parameters, [own[each] for each in own_parameters])
+            statistics = meter.statistics
+            (statistics.measure if number == len(micro_batches) else statistics.reader.end)(1.0)
 
 
 class LargerBatch(Contender):

@@ -262,7 +262,7 @@ class Accumulation:
         if is_weighted:
             self.weights.exchange()
         if self.weights.left_out:
-            part.adascale.leave_out_step()
+            part.adascale.statistics.leave_out_step()
         with self._times.measured_exchange():
             part.exchange.wait()
         part.finish_average(self._accumulation, self.weights.of_step, self.micro_weight)

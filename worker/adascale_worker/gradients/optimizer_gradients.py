@@ -50,6 +50,7 @@ class OptimizerGradients:
     ) -> None:
         self.name = name
         self.adascale = adascale
+        self._statistics = adascale.statistics
         self._group = group
         number_of = {id(p): n for n, each in enumerate(adascale.param_groups) for p in each["params"]}
         optimized = (p for each in adascale.param_groups for p in each["params"])
@@ -215,7 +216,7 @@ class OptimizerGradients:
             self.adascale.discard_measurement()
             if not self._has_several_passes:
                 # The micro-gradient is the sum of several passes, of which the first were not kept.
-                self.adascale.leave_out_step()
+                self._statistics.leave_out_step()
                 self._has_several_passes = True
         if self._group.replicas > 1:
             self.exchange.flush()
@@ -226,16 +227,16 @@ class OptimizerGradients:
         self._divisor = float(accumulation) if weights is None else weights.divisor
         if self._group.replicas > 1:
             self._set_means(self.exchange.means())
-        elif self._hidden or self._earlier or self._has_several_passes or self.adascale.reads_gradients:
+        elif self._hidden or self._earlier or self._has_several_passes or self._statistics.reads_gradients:
             every = range(len(self._parameters))
             pairs = zip(every, self._take(every), strict=True)
             self._set_means((position, mean) for position, mean in pairs if mean is not None)
         self.is_averaged = True
-        if self._has_several_passes and self.adascale.reads_gradients:
+        if self._has_several_passes and self._statistics.reads_gradients:
             self._read(list(self._local), list(self._local.values()))
         if weights is not None:
-            self.adascale.weigh_step(weights)
-        self.adascale.measure(weight)
+            self._statistics.weigh_step(weights)
+        self._statistics.measure(weight)
         self.adascale.scale_grad_by_num_grads_to_accum()
 
     def _take(self, positions: Sequence[int]) -> list[Tensor | None]:
@@ -250,7 +251,7 @@ class OptimizerGradients:
             found = [None if gradient is None else local_shard(gradient) for gradient in found]
         if self._has_several_passes:
             _add(self._local, _present(positions, found))
-        elif self.adascale.reads_gradients:
+        elif self._statistics.reads_gradients:
             self._read(positions, found)
         # `.grad` is divided in place.
         copies = self._divisor != 1.0 and self._group.replicas == 1
@@ -306,7 +307,7 @@ class OptimizerGradients:
             found.append(gradient)
         for number, (parameters, found) in groups.items():
             if number is not None:
-                self.adascale.read(number, parameters, found)
+                self._statistics.reader.read(number, parameters, found)
 
     # -- what the program does ----------------------------------------------------------------------------
 
@@ -398,9 +399,9 @@ class OptimizerGradients:
     def finish_micro_batch(self, weight: float) -> None:
         """Keep the gradients of a micro-batch that does not complete a step."""
         self.set_aside()
-        if self.adascale.reads_gradients:
+        if self._statistics.reads_gradients:
             self._read(list(self._local), list(self._local.values()))
-        self.adascale.end_micro_gradient(weight)
+            self._statistics.reader.end(weight)
         known = [position for position in self._local if position in self._earlier]
         add_in_place([self._earlier[n] for n in known], [self._local[n] for n in known])
         self._earlier = {**self._local, **self._earlier}

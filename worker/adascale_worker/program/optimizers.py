@@ -11,7 +11,7 @@ from torch import Tensor
 from adascale_core.batch.gain import require_scale
 from adascale_worker.adascale import AdaScale
 from adascale_worker.program.patching import Scheduler
-from adascale_worker.scaling.statistics.steps import StepWeights
+from adascale_worker.scaling.statistics.gradient_statistics import GradientStatistics
 from adascale_worker.scaling.supported_optimizers import require_count
 from adascale_worker.torch_private.modules import SCHEDULERS
 
@@ -110,47 +110,16 @@ class ElasticAdaScale(AdaScale):
         if groups:
             self._estimator.restart_groups(groups)
 
-    # -- gradients that the training loop passes ----------------------------------------------------------
+    # -- a step -------------------------------------------------------------------------------------------
 
     @property
-    def reads_gradients(self) -> bool:
-        """Whether this step is measured, and the gradients of its micro-batches have to be read."""
-        return self._estimator.statistics.reads_gradients
-
-    def read(self, group: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Read a part of a micro-gradient: the gradients of parameters of a group, not averaged."""
-        self._estimator.statistics.reader.read(group, parameters, gradients)
-
-    def end_micro_gradient(self, weight: float) -> None:
-        """End a micro-gradient that does not complete the step, whose loss was multiplied by `weight`."""
-        self._estimator.statistics.reader.end_micro_gradient(weight)
-
-    def measure(self, weight: float) -> None:
-        """Measure a step, after its last micro-gradient was read. A collective call.
-
-        `.grad` is the sum over the micro-batches of the gradient averaged over ranks. After
-        `discard_measurement` it may be called again, if another backward pass changes it.
-        """
-        self._estimator.statistics.measure(weight)
-
-    def leave_out_step(self) -> None:
-        """Leave this step out of the estimates, because its micro-gradients are unknown."""
-        self._estimator.statistics.leave_out_step()
+    def statistics(self) -> GradientStatistics:
+        """The statistics of a step, to which the training loop passes its gradients."""
+        return self._estimator.statistics
 
     def discard_measurement(self) -> None:
         """Discard what `measure` has measured, because the gradients of this micro-batch were deleted."""
         self._estimator.discard_measurement()
-
-    # -- micro-batches of unequal weight ------------------------------------------------------------------
-
-    def weigh_step(self, weights: StepWeights) -> None:
-        """Set the weights of this step, after its last backward pass."""
-        # With weights w_i and gradients g_i of n micro-batches on K replicas, the gradient of the step is
-        # G = sum(w_i g_i) / sum(w_i). If the noise of g_i is in inverse proportion to w_i, the formulas of
-        # `docs/adascale.md` hold with M = |G|^2 and L = sum(w_i |g_i|^2) / sum(w_i).
-        self._estimator.statistics.weigh_step(weights)
-
-    # -- a step -------------------------------------------------------------------------------------------
 
     def exchange_statistics(self) -> None:
         """Exchange what this step has measured, and wait for it; `step` does so itself.
@@ -170,7 +139,7 @@ class ElasticAdaScale(AdaScale):
 
         Only with one replica and no accumulation. After the next step the state is smaller.
         """
-        return self._estimator.statistics.awaits_comparison
+        return self.statistics.awaits_comparison
 
     def discard_comparison(self) -> None:
         """Delete the gradient of the last step, because the next step is not made by one replica alone."""

@@ -12,17 +12,22 @@ gradients are averaged.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from adascale_worker.scaling.statistics.all_reduce import sqr_norms_of_mean
 from adascale_worker.scaling.statistics.metric import EuclideanMetric
 from adascale_worker.scaling.statistics.norms import sum_of_squares
-from adascale_worker.scaling.statistics.parameters import require_dense
+from adascale_worker.scaling.statistics.parameters import OptimizerParameters, require_dense
+from adascale_worker.scaling.statistics.reader import GradientReader
+from adascale_worker.scaling.statistics.steps import StepSettings
 from adascale_worker.torch_private.autograd import (
     accumulates_gradient,
     backward_pass_id,
@@ -31,6 +36,7 @@ from adascale_worker.torch_private.autograd import (
     is_last_hook,
     remove_tensor_hook,
 )
+from adascale_worker.torch_private.modules import communication_hooks
 
 
 class ReadingTime(Enum):
@@ -42,17 +48,32 @@ class ReadingTime(Enum):
     IN_FSDP = "not here: FSDP2 writes .grad, and calls the hooks on accumulated gradients itself"
 
 
-class BackwardObserver:
+AVERAGING_HOOKS = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+"""DDP communication hooks after which `.grad` is the mean of the ranks' gradients, up to rounding."""
+
+
+class HookedGradients(GradientReader):
     """Norms of the local micro-gradients of a step, and the number of its backward passes."""
 
     def __init__(
-        self, on_pass_start: Callable[[], None], on_pass_end: Callable[[], None], metric: EuclideanMetric
+        self,
+        parameters: OptimizerParameters,
+        settings: StepSettings,
+        metric: EuclideanMetric,
+        model: torch.nn.Module | None,
+        on_pass_start: Callable[[], None],
+        on_pass_end: Callable[[], None],
     ) -> None:
+        super().__init__(parameters, settings, metric)
+        self.ddp = model if isinstance(model, DistributedDataParallel) else None
         self._on_pass_start = on_pass_start
         self._on_pass_end = on_pass_end
-        self._metric = metric
         self._reading_time = ReadingTime.NEVER
-        self._parameters: list[Tensor] = []
+        self._flat: list[Tensor] = []
         self._group_of: list[int] = []
         self._group_count = 0
         self._handles: dict[int, RemovableHandle] = {}
@@ -64,29 +85,30 @@ class BackwardObserver:
         # squared norms by group (AFTER_PASS).
         self._norms: dict[int, Tensor] = {}
         self._arrived: list[tuple[int, Tensor]] = []
-        self._sqr_norms: list[Tensor] | None = None
+        self._by_group: list[Tensor] | None = None
         self._arrived_before_pass = 0
         self._copies: dict[int, Tensor] = {}
         self._arrives_in_parts: set[int] = set()
         self._sums_of_parts: dict[int, Tensor] = {}
         self._missed_whole_gradient = False
-        self.keeps_copies = False
-        self.passes = 0
+        self._passes = 0
 
-    def observe(self, groups: Sequence[Iterable[Tensor]], reading_time: ReadingTime) -> None:
+    def observe(self, settings: StepSettings) -> None:
         """Observe the passes of the next step. Hooks that are already there stay.
 
         Gradients are read after the program's own hooks, which may change them. Ours is added again after one
         that the program has added later.
         """
+        super().observe(settings)
+        groups, reading_time = self._parameters.groups(), self._time_to_read()
         self._group_count = len(groups)  # some may be without parameters
         flat = [(parameter, number) for number, group in enumerate(groups) for parameter in group]
-        same = len(flat) == len(self._parameters) and all(
-            new is old for (new, _), old in zip(flat, self._parameters, strict=True)
+        same = len(flat) == len(self._flat) and all(
+            new is old for (new, _), old in zip(flat, self._flat, strict=True)
         )
         if not same or reading_time is not self._reading_time:
             self.remove_hooks()
-            self._parameters = [parameter for parameter, _ in flat]
+            self._flat = [parameter for parameter, _ in flat]
             self._group_of = [number for _, number in flat]
             self._reading_time = reading_time
             self._arrives_in_parts.clear()
@@ -94,45 +116,60 @@ class BackwardObserver:
             if not self._comes_last(index):
                 handle.remove()
                 del self._handles[index]
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self._flat):
             if index not in self._handles and parameter.requires_grad:
                 self._handles[index] = self._add_hook(index, parameter)
-        self.begin_step()
+
+    def _time_to_read(self) -> ReadingTime:
+        if self._settings.micro_gradients == 1:
+            return ReadingTime.NEVER
+        if self._settings.accumulation > 1 or self.ddp is None:
+            return ReadingTime.ON_ARRIVAL
+        # After the pass is too late if .grad is a view of DDP's bucket, or DDP averages before our callback.
+        if self.ddp.gradient_as_bucket_view or self.ddp.static_graph:
+            return ReadingTime.ON_ARRIVAL
+        return ReadingTime.AFTER_PASS
 
     def remove_hooks(self) -> None:
         """Remove the hooks from all parameters."""
         for index, handle in self._handles.items():
-            remove_tensor_hook(self._parameters[index], handle)
+            remove_tensor_hook(self._flat[index], handle)
         self._handles.clear()
 
     @property
-    def has_read_any(self) -> bool:
-        """Whether a gradient was read in this step."""
-        return bool(self._norms) or bool(self._arrived) or self._sqr_norms is not None
+    def passes(self) -> int:
+        """Backward passes of this step so far."""
+        return self._passes
 
     @property
     def has_read_all(self) -> bool:
-        """Whether each gradient of this step was read whole.
+        """Whether gradients were read in this step, each of them whole.
 
         False if a parameter was unfrozen or got a hook in this step, or if its gradient came in parts for the
         first time.
         """
-        return not self._missed_whole_gradient and all(
-            self._comes_last(index)
-            if index in self._handles
-            else parameter.grad is None or not parameter.requires_grad
-            for index, parameter in enumerate(self._parameters)
+        has_read_any = bool(self._norms) or bool(self._arrived) or self._by_group is not None
+        return (
+            has_read_any
+            and not self._missed_whole_gradient
+            and all(
+                self._comes_last(index)
+                if index in self._handles
+                else parameter.grad is None or not parameter.requires_grad
+                for index, parameter in enumerate(self._flat)
+            )
         )
 
     def _comes_last(self, index: int) -> bool:
         """Whether no hook of the program on a parameter is called after ours."""
         if self._reading_time is ReadingTime.IN_FSDP:
             return True
-        return is_last_hook(self._parameters[index], self._handles[index])
+        return is_last_hook(self._flat[index], self._handles[index])
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, measuring: bool) -> None:
         """Discard the passes of this step so far."""
-        self.passes = 0
+        super().begin_step(measuring=measuring)
+        self._passes = 0
         self._pass_ids.clear()
         self._ignored_ids.clear()
         self._fired.clear()
@@ -142,19 +179,29 @@ class BackwardObserver:
         self._sums_of_parts.clear()
         self._arrived_before_pass = 0
         self._missed_whole_gradient = False
-        self._sqr_norms = None
+        self._by_group = None
 
-    def sum_of_sqr_norms(self, groups: int, device: torch.device) -> Tensor:
+    def sum_of_sqr_norms(self) -> Tensor:
         """Return the sum of the squared norms of the local micro-gradients: shape (groups,)."""
-        found: list[list[Tensor]] = [[] for _ in range(groups)]
+        device = self._parameters.device
+        found: list[list[Tensor]] = [[] for _ in self._parameters.groups()]
         for index, value in (*self._norms.items(), *self._arrived):
             found[self._group_of[index]].append(value)
         sums = [sum_of_squares(values, device) for values in found]
-        if self._sqr_norms is not None:
-            sums = [a + b.to(device) for a, b in zip(sums, self._sqr_norms, strict=True)]
+        if self._by_group is not None:
+            sums = [a + b.to(device) for a, b in zip(sums, self._by_group, strict=True)]
         return torch.stack(sums)
 
-    def copies(self) -> list[list[Tensor]]:
+    def averaged_sqr_norms(self) -> Tensor:
+        """Return the squared norms of the averaged gradients: shape (groups,)."""
+        if not self.is_compressed:
+            return super().averaged_sqr_norms()
+        ranks, device = self._settings.world_size, self._parameters.device
+        return sqr_norms_of_mean(
+            self._divided_copies(), device, ranks=ranks, process_group=self.process_group
+        )
+
+    def _divided_copies(self) -> list[list[Tensor]]:
         """Return copies of the local gradients from before they were averaged, by parameter group.
 
         Divided as the metric requires. For all parameters that are not frozen; zeros for a parameter without
@@ -162,7 +209,7 @@ class BackwardObserver:
         """
         parameters: list[list[Tensor]] = [[] for _ in range(self._group_count)]
         groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
-        for index, (parameter, group) in enumerate(zip(self._parameters, self._group_of, strict=True)):
+        for index, (parameter, group) in enumerate(zip(self._flat, self._group_of, strict=True)):
             if parameter.requires_grad:
                 gradient = self._copies.get(index)
                 parameters[group].append(parameter)
@@ -184,7 +231,7 @@ class BackwardObserver:
         """Record that there is a gradient, to read it later. The most frequent hook, so it does little."""
         if backward_pass_id() in self._pass_ids or self._enter_pass(index):
             self._fired.append(index)
-            if self.keeps_copies:
+            if self.is_compressed:
                 _add_to_copy(self._copies, index, gradient)
 
     def _read_on_arrival(self, index: int, gradient: Tensor) -> None:
@@ -194,7 +241,7 @@ class BackwardObserver:
                 _add_to_copy(self._sums_of_parts, index, gradient)
             else:
                 self._arrived.append((index, self._norm(index, gradient)))
-            if self.keeps_copies:
+            if self.is_compressed:
                 _add_to_copy(self._copies, index, gradient)
 
     def _on_accumulated(self, _: Tensor) -> None:
@@ -206,7 +253,7 @@ class BackwardObserver:
         """Begin a pass, or a pass inside it. False in `torch.autograd.grad`, which does not change .grad."""
         if backward_pass_id() in self._ignored_ids:
             return False
-        if not accumulates_gradient(self._parameters[index]):
+        if not accumulates_gradient(self._flat[index]):
             self._ignored_ids.add(backward_pass_id())
             return False
         self._begin_pass()
@@ -215,6 +262,12 @@ class BackwardObserver:
     def _begin_pass(self) -> None:
         if not self._pass_ids:
             self._on_pass_start()
+            # Whether gradients are averaged by a communication hook that may lose a part of them.
+            self.is_compressed = (
+                self._settings.world_size > 1
+                and self.ddp is not None
+                and any(hook not in AVERAGING_HOOKS for hook in communication_hooks(self.ddp))
+            )
         self._pass_ids.add(backward_pass_id())
         call_at_end_of_backward(self._before_averaging)
 
@@ -234,22 +287,22 @@ class BackwardObserver:
         parameters: list[list[Tensor]] = [[] for _ in range(self._group_count)]
         groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
         for index in fired:
-            parameters[self._group_of[index]].append(self._parameters[index])
+            parameters[self._group_of[index]].append(self._flat[index])
             groups[self._group_of[index]].append(_dense(self._gradient(index)))
-        device = self._parameters[0].device
-        self._sqr_norms = [
+        device = self._flat[0].device
+        self._by_group = [
             self._metric.sqr_norm(own, gradients, device)
             for own, gradients in zip(parameters, groups, strict=True)
         ]
 
     def _norm(self, index: int, gradient: Tensor) -> Tensor:
-        return self._metric.norm(self._parameters[index], _dense(gradient))
+        return self._metric.norm(self._flat[index], _dense(gradient))
 
     def _gradient(self, index: int) -> Tensor:
-        gradient = self._parameters[index].grad
+        gradient = self._flat[index].grad
         if gradient is None:
             raise LookupError(
-                f"the gradient of a parameter of shape {tuple(self._parameters[index].shape)} was removed "
+                f"the gradient of a parameter of shape {tuple(self._flat[index].shape)} was removed "
                 "during the backward pass; set .grad to None after backward() returns"
             )
         return gradient
@@ -261,7 +314,7 @@ class BackwardObserver:
         if self._reading_time is ReadingTime.ON_ARRIVAL:
             self._read_sums_of_parts()
         self._pass_ids.clear()
-        self.passes += 1
+        self._passes += 1
         self._on_pass_end()
 
     def _detect_outer_pass(self) -> None:

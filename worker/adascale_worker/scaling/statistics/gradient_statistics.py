@@ -19,6 +19,7 @@ from adascale_worker.scaling.statistics.all_reduce import (
     StatisticsAllReduce,
     joins_without,
 )
+from adascale_worker.scaling.statistics.backward import HookedGradients
 from adascale_worker.scaling.statistics.estimates import (
     StepEstimate,
     from_consecutive_gradients,
@@ -29,8 +30,9 @@ from adascale_worker.scaling.statistics.metric import EuclideanMetric, SecondMom
 from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParameters
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
 from adascale_worker.scaling.statistics.reader import GradientReader
-from adascale_worker.scaling.statistics.sharded import sum_over_shards_of
+from adascale_worker.scaling.statistics.sharded import ShardedGradients, sum_over_shards_of
 from adascale_worker.scaling.statistics.steps import StepSettings, StepWeights
+from adascale_worker.torch_private.distributed import is_fully_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,11 @@ class GradientStatistics:
         self.parameters = OptimizerParameters(optimizer, scales_lr_alone=not adapts)
         add_shards = sum_over_shards_of(model) if shards is None else shards.add_shards
         self._metric = SecondMomentMetric(rule, optimizer, add_shards) if adapts else EuclideanMetric()
-        self.reader = GradientReader(
-            self.parameters,
-            settings,
-            model,
-            self._on_pass_start,
-            self._on_pass_end,
-            self._metric,
-            observes_backward=observes_backward,
-        )
+        own = self.parameters, settings, self._metric
+        self.reader = GradientReader(*own)
+        if observes_backward:
+            kind = ShardedGradients if model is not None and is_fully_sharded(model) else HookedGradients
+            self.reader = kind(*own, model, self._on_pass_start, self._on_pass_end)
         self.flags: Sequence[float] = ()
         """Numbers of this rank that are summed over ranks together with the statistics."""
         self.joinable: Joinable | None = None
@@ -125,13 +123,16 @@ class GradientStatistics:
         self.reader.begin_step(measuring=self._is_measuring)
 
     def leave_out_step(self) -> None:
-        """Leave this step out of the estimates, because other parameters are trained in it than before."""
+        """Leave this step out of the estimates, because its micro-gradients or its parameters are others."""
         self._is_left_out = True
         self._previous_gradient.clear()
         self._fingerprint = None
 
     def weigh_step(self, weights: StepWeights) -> None:
         """Use the weights of the micro-batches of this step. Call after its last backward pass."""
+        # With weights w_i and gradients g_i of n micro-batches on K replicas, the gradient of the step is
+        # G = sum(w_i g_i) / sum(w_i). If the noise of g_i is in inverse proportion to w_i, the formulas of
+        # `docs/adascale.md` hold with M = |G|^2 and L = sum(w_i |g_i|^2) / sum(w_i).
         self._weights = weights
 
     @property
@@ -145,11 +146,12 @@ class GradientStatistics:
         return self._is_measuring and self._settings.micro_gradients > 1
 
     def measure(self, weight: float) -> None:
-        """Measure the step, after the micro-gradient that completes it was read. `.grad` is the average.
+        """Measure the step, after the micro-gradient that completes it was read. A collective call.
 
-        Not in place of an earlier measurement of the same step, unless it was discarded.
+        `.grad` is the sum over the micro-batches of the gradient averaged over ranks. Not in place of an
+        earlier measurement of the same step, unless it was discarded.
         """
-        self.reader.end_last_gradient(weight)
+        self.reader.end_last(weight)
         if self._is_measuring:
             self._measure()
 
@@ -158,7 +160,7 @@ class GradientStatistics:
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is not None:
             all_reduce.wait()
-        self.reader.discard_last_gradient()
+        self.reader.discard_last()
 
     def discard_comparison(self) -> None:
         """Discard the gradient of the last step, because the next is not made by one replica alone."""
@@ -270,7 +272,7 @@ class GradientStatistics:
             local = LocalStatistics(self._compare_with_previous(), averaged, complete=True)
         else:
             local = LocalStatistics(
-                self.reader.micro_gradient_sqr_norms(),
+                self.reader.sum_of_sqr_norms(),
                 averaged,
                 complete=self.reader.has_read_all,
             )

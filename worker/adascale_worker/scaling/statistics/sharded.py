@@ -19,8 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from adascale_worker.scaling.statistics.backward import HookedGradients, ReadingTime
 from adascale_worker.scaling.statistics.metric import EuclideanMetric
 from adascale_worker.scaling.statistics.norms import local_shard, norm, sum_of_squares
+from adascale_worker.scaling.statistics.parameters import OptimizerParameters
+from adascale_worker.scaling.statistics.steps import StepSettings
 from adascale_worker.torch_private.autograd import backward_pass_id
 from adascale_worker.torch_private.distributed import (
     ShardedParameterGroup,
@@ -43,34 +46,51 @@ def sum_over_shards_of(model: nn.Module | None) -> Callable[[Tensor], None] | No
     return add
 
 
-class ShardedGradients:
+class ShardedGradients(HookedGradients):
     """Norms of the inputs of the reduce-scatters in the backward passes of a step."""
 
+    is_sharded = True
+
     def __init__(
-        self, model: nn.Module, groups: Sequence[Sequence[Tensor]], ranks: int, metric: EuclideanMetric
+        self,
+        parameters: OptimizerParameters,
+        settings: StepSettings,
+        metric: EuclideanMetric,
+        model: nn.Module | None,
+        on_pass_start: Callable[[], None],
+        on_pass_end: Callable[[], None],
     ) -> None:
-        self._ranks = ranks
-        self._metric = metric
-        self._norms: list[list[Tensor]] = [[] for _ in groups]
+        super().__init__(parameters, settings, metric, model, on_pass_start, on_pass_end)
+        assert model is not None
+        groups = parameters.groups()
+        self._reduced_norms: list[list[Tensor]] = [[] for _ in groups]
         self._histories: list[_ReductionHistory] = []
         self._is_incomplete = False
         self._began_with_unreduced = False
         self._measuring = False
-        self.shards = 1  # ranks that one copy of the parameters is spread over
-        self.parameter_ids: set[int] = set()  # of the parameters that `fully_shard` alone has sharded
+        self._shards = 1  # ranks that one copy of the parameters is spread over
+        self._readable: set[int] = set()  # ids of the parameters that `fully_shard` alone has sharded
         group_of = {id(p): number for number, group in enumerate(groups) for p in group}
         for fsdp_group in sharded_parameter_groups(model):
             history = _ReductionHistory(fsdp_group)
             optimizer_groups = [group_of.get(id(parameter)) for parameter in fsdp_group.parameters]
             fsdp_group.on_reduce_scatter(partial(self._on_reduce_scatter, history, optimizer_groups))
             self._histories.append(history)
-            self.parameter_ids |= set(map(id, fsdp_group.sharded_by_fsdp_alone))
-            self.shards = fsdp_group.shard_count
+            self._readable |= set(map(id, fsdp_group.sharded_by_fsdp_alone))
+            self._shards = fsdp_group.shard_count
+
+    def unreadable_parameters(self) -> list[Tensor]:
+        """Return the parameters that `fully_shard` did not shard alone."""
+        return [p for group in self._parameters.groups() for p in group if id(p) not in self._readable]
+
+    def _time_to_read(self) -> ReadingTime:
+        return ReadingTime.IN_FSDP
 
     def begin_step(self, *, measuring: bool) -> None:
         """Discard the passes so far, and read the next ones if `measuring`."""
+        super().begin_step(measuring=measuring)
         self._measuring = measuring
-        for norms in self._norms:
+        for norms in self._reduced_norms:
             norms.clear()
         for history in self._histories:
             history.reduced.clear()
@@ -78,7 +98,7 @@ class ShardedGradients:
         self._began_with_unreduced = self._awaits_all_reduce
 
     def mark_incomplete(self) -> None:
-        """Leave this step out, because its first gradients were not read."""
+        """Leave this step out: FSDP2 calls a hook when the first gradients of a pass are reduced already."""
         self._is_incomplete = True
 
     @property
@@ -88,17 +108,22 @@ class ShardedGradients:
 
     @property
     def micro_gradients(self) -> int:
-        """Micro-gradients of this rank that were read in this step, each of as many passes; 0 if unknown."""
+        """Micro-gradients that were read in this step on all ranks, each of as many passes; 0 if unknown."""
         if self._is_incomplete or self.synchronisation_problem() is not None:
             return 0
         shapes = {history.passes_per_reduction() for history in self._trained}
         # If a pass did not use all modules, the reductions do not add up to whole micro-gradients.
         shape = shapes.pop() if len(shapes) == 1 else ()
-        return len(shape) if sum(shape) == self.passes else 0
+        return self._settings.world_size * len(shape) if sum(shape) == self.passes else 0
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether all micro-gradients of this rank were read."""
+        return self.micro_gradients > 1
 
     def synchronisation_problem(self) -> str | None:
         """Return why micro-gradients cannot be read from this loop, and what to change; None if they can."""
-        if self.shards == 1:
+        if self._shards == 1:
             return (
                 "got fully_shard over 1 rank, which has no reduce-scatter to read gradients from; shard over "
                 "more ranks, or use DistributedDataParallel instead of fully_shard"
@@ -117,9 +142,13 @@ class ShardedGradients:
             )
         return None
 
-    def sum_of_sqr_norms(self, device: torch.device) -> Tensor:
+    def sum_of_sqr_norms(self) -> Tensor:
         """Return the sum of the squared norms of the micro-gradients of this rank: shape (groups,)."""
-        return torch.stack([sum_of_squares(norms, device) for norms in self._norms])
+        return torch.stack([sum_of_squares(norms, self._parameters.device) for norms in self._reduced_norms])
+
+    def averaged_sqr_norms(self) -> Tensor:
+        """Return those of the shards of this rank, times the number of shards: shape (groups,)."""
+        return super().averaged_sqr_norms() * self._shards
 
     @property
     def _trained(self) -> list["_ReductionHistory"]:
@@ -141,11 +170,12 @@ class ShardedGradients:
         if not self._measuring:
             return
         fsdp_group = history.fsdp_group
-        factor = micro_gradient_factor(self._ranks, gradients.dtype, fsdp_group.gradient_divisor)
+        ranks_of_step = self._settings.world_size
+        factor = micro_gradient_factor(ranks_of_step, gradients.dtype, fsdp_group.gradient_divisor)
         defined = self._metric.defined_groups()
         if defined is None and len(set(optimizer_groups)) == 1:
             if optimizer_groups[0] is not None:
-                self._norms[optimizer_groups[0]].append(norm(gradients) * factor)
+                self._reduced_norms[optimizer_groups[0]].append(norm(gradients) * factor)
             return
         parameters = zip(fsdp_group.parameters, optimizer_groups, fsdp_group.shard_sizes, strict=True)
         trained = [each for each in parameters if each[0].requires_grad]
@@ -164,10 +194,10 @@ class ShardedGradients:
             if group is None:
                 continue
             if defined is None:
-                self._norms[group].append(norm(piece) * factor)
+                self._reduced_norms[group].append(norm(piece) * factor)
             elif group in defined:
                 shard = piece[0, : local_shard(parameter).numel()]
-                self._norms[group].append(self._metric.norm(parameter, shard) * factor)
+                self._reduced_norms[group].append(self._metric.norm(parameter, shard) * factor)
 
 
 class _ReductionHistory:
