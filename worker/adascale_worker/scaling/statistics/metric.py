@@ -30,7 +30,7 @@ from adascale_worker.scaling.statistics.norms import (
     norm,
     sqr_norm,
 )
-from adascale_worker.torch_private.autograd import flatten_together, weighted_sqr_norms
+from adascale_worker.torch_private.autograd import weighted_sqr_norms
 
 FLOOR = 1e-3
 """What is added to each second moment, relative to the mean of the group. A coordinate whose gradient was
@@ -88,7 +88,7 @@ class SecondMomentMetric(EuclideanMetric):
         self._rule = rule
         self._add_shards = add_shards
         self._optimizer = optimizer
-        self._divisors: dict[int, _GroupDivisor | _DivisorOnGpu] | None = None
+        self._divisors: dict[int, _GroupDivisor] | None = None
         self._sizes_on_gpu: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._group_of: dict[int, int] = {}
 
@@ -123,11 +123,11 @@ class SecondMomentMetric(EuclideanMetric):
         divisor = self._divisor_of(parameters[0]) if parameters else None
         return list(gradients) if divisor is None else divisor.divided(parameters, gradients)
 
-    def _divisor_of(self, parameter: Tensor) -> "_GroupDivisor | _DivisorOnGpu | None":
+    def _divisor_of(self, parameter: Tensor) -> "_GroupDivisor | None":
         divisors = self._current_divisors()
         return divisors.get(self._group_of[id(parameter)])
 
-    def _current_divisors(self) -> dict[int, "_GroupDivisor | _DivisorOnGpu"]:
+    def _current_divisors(self) -> dict[int, "_GroupDivisor"]:
         if self._divisors is not None:
             return self._divisors
         self._divisors, self._group_of = {}, {}
@@ -136,79 +136,148 @@ class SecondMomentMetric(EuclideanMetric):
             moments = self._rule.second_moments(number)
             if moments:
                 eps = max(self._rule.eps(number), MIN_EPS)
-                if are_read_together([value for value, *_ in moments.values()]):
-                    self._divisors[number] = _DivisorOnGpu(moments, eps, self._sizes_on_gpu, self._add_shards)
-                else:
-                    self._divisors[number] = _GroupDivisor(moments, eps, self._add_shards)
+                self._divisors[number] = _GroupDivisor(moments, eps, self._sizes_on_gpu, self._add_shards)
         return self._divisors
 
 
 class _GroupDivisor:
-    """Divides the squares of the gradients of one group on the CPU by v + c.
+    """Divides the squares of the gradients of one group by v + c.
 
-    v is `value * factor`: they are divided by `value + c / factor` and their sum by `factor`, one pass less.
+    What is on a GPU, and what is small on the CPU, is copied together, which costs less than a call for each.
+    Large gradients on the CPU are divided in pieces.
     """
 
     def __init__(
-        self, moments: dict[int, SecondMoment], eps: float, add_shards: Callable[[Tensor], None] | None
+        self,
+        moments: dict[int, SecondMoment],
+        eps: float,
+        sizes: dict[tuple[torch.device, tuple[int, ...]], Tensor],
+        add_shards: Callable[[Tensor], None] | None,
     ) -> None:
         self._moments = moments  # by the id of the parameter; one without it gets the mean of the group
+        self._sizes = sizes  # numbers of elements on the GPU, kept because copying them there takes time
         self._memory: Tensor | None = None
-        factors = {_number(moment) for moment in moments.values()}
-        small: dict[int, Tensor] = {}
-        if len(factors) == 1:
-            small = {number: value for number, (value, *_) in moments.items() if _is_small(value)}
-        large = [moment for number, moment in moments.items() if number not in small]
-        sums = [_real(moment.value).sum(dtype=_sum_dtype(moment.value)) * _number(moment) for moment in large]
-        self._small_factor = factors.pop() if small else 1.0
-        whole = None
-        if small:
-            whole = flatten_together(list(small.values()))
-            sums.append(whole.sum() * self._small_factor)
-        self._mean = _mean(sums, [value for value, *_ in moments.values()], add_shards).item()
+        values = [value for value, *_ in moments.values()]
+        self._are_on_gpu = are_read_together(values)
+        numbers = [n for n, (value, *_) in moments.items() if self._are_on_gpu or _is_small(value)]
+        self._elements = {n: _real(moments[n].value).numel() for n in numbers}
+        apart = [moment for n, moment in moments.items() if n not in self._elements]
+        sums = [_real(each.value).sum(dtype=_sum_dtype(each.value)) * _number(each) for each in apart]
+        wholes: list[Tensor] = []
+        keeps = sum(self._elements.values()) <= MAX_ELEMENTS_TOGETHER
+        together = [moments[n].value for n in numbers]
+        for batch in batches([value.numel() for value in together], [_kind(value) for value in together]):
+            whole = self._second_moments([numbers[n] for n in batch])
+            sums.append(whole.sum())
+            if keeps:
+                wholes.append(whole)
+        mean = _mean(sums, values, add_shards)
+        self._mean: Tensor | float = mean if self._are_on_gpu else mean.item()
         self._added = self._mean * FLOOR + eps**2
-        self._small_sizes = {number: value.numel() for number, value in small.items()}
-        # What the squares of the gradients of small parameters are multiplied by, by their numbers.
-        self._weights: dict[tuple[int, ...], Tensor] = {}
-        if whole is not None:
-            self._weights[tuple(small)] = whole.add_(self._added / self._small_factor).reciprocal_()
+        self._kept: dict[tuple[int, ...], Tensor] = {}
+        """1 / (v + c) of parameters that are divided together, by their numbers."""
+        if len(wholes) == 1:  # All have the same kind.
+            self._kept[tuple(numbers)] = wholes[0].add_(self._added).reciprocal_()
 
     def sqr_norms(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return numbers that add up to the squared norm of the gradients."""
-        small: list[Tensor] = []
-        numbers: list[int] = []
-        large: list[tuple[Tensor, Tensor]] = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient.dtype is torch.float32 and id(parameter) in self._small_sizes:
-                small.append(gradient)
-                numbers.append(id(parameter))
-            else:
-                large.append((parameter, gradient))
+        together, apart = self._placed(parameters, gradients)
         found: list[Tensor] = []
-        if small:
-            squares = flatten_together(small).square_()
-            found.append(torch.dot(squares, self._small_weights(tuple(numbers))) / self._small_factor)
-        for pieces, divisors, factors in self._pieces(large):
+        for batch, flat, weights in self._batches(parameters, gradients, together):
+            # Several gradients were copied.
+            found.append(torch.dot(flat.square_() if len(batch) > 1 else flat.square(), weights))
+        for pieces, divisors, factors in self._pieces([(parameters[n], gradients[n]) for n in apart]):
             sums = weighted_sqr_norms(pieces, divisors)
             found += [each / factor for each, factor in zip(sums, factors, strict=True)]
         return found
 
     def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients, divided."""
-        return [
-            self._divide(parameter, gradient.reshape(-1)).view(gradient.shape)
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-        ]
+        together, apart = self._placed(parameters, gradients)
+        found = {n: self._divide(parameters[n], gradients[n]) for n in apart}
+        for batch, flat, weights in self._batches(parameters, gradients, together):
+            whole = flat * weights.sqrt()
+            if gradients[batch[0]].is_complex():
+                whole = torch.view_as_complex(whole.view(-1, 2))
+            found.update(zip(batch, divided_like(whole, [gradients[n] for n in batch]), strict=True))
+        return [found[n] for n in range(len(gradients))]
 
-    def _divide(self, parameter: Tensor, flat: Tensor) -> Tensor:
-        """Return a gradient in one dimension, divided."""
-        is_complex = flat.is_complex()
-        gradient = _widened(_real(flat))
-        if id(parameter) in self._small_sizes:
-            return gradient * (self._small_weights((id(parameter),)) / self._small_factor).sqrt()
-        divisor, factor = self._divisor(self._moments.get(id(parameter)), slice(None), gradient)
-        divided = gradient / (divisor * factor).sqrt()
-        return torch.view_as_complex(divided.view(-1, 2)) if is_complex else divided
+    def _placed(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the positions of the gradients that are divided together, and of the others."""
+        if self._are_on_gpu:
+            return range(len(gradients)), ()
+        together: list[int] = []
+        apart: list[int] = []
+        for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            is_small = gradient.dtype is torch.float32 and id(parameter) in self._elements
+            (together if is_small else apart).append(position)
+        return together, apart
+
+    # -- together -----------------------------------------------------------------------------------------
+
+    def _batches(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], positions: Sequence[int]
+    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Return the positions of gradients, all their numbers in one dimension, and 1 / (v + c) of each."""
+        kinds: list[object] = [None] * len(positions)
+        if self._are_on_gpu:
+            moments = [self._moments.get(id(parameters[n])) for n in positions]
+            kinds = [
+                (_kind(gradients[n]), moment and _kind(moment.value))
+                for n, moment in zip(positions, moments, strict=True)
+            ]
+        for batch in batches([gradients[n].numel() for n in positions], kinds):
+            own = [positions[place] for place in batch]
+            flat = flattened([gradients[n] for n in own])
+            if id(parameters[own[0]]) not in self._moments:
+                weight = 1.0 / torch.as_tensor(self._mean + self._added)
+                yield own, flat, weight.to(flat.device, flat.dtype).expand(flat.shape)
+            else:
+                yield own, flat, self._weights(tuple([id(parameters[n]) for n in own])).to(flat.dtype)
+
+    def _weights(self, numbers: tuple[int, ...]) -> Tensor:
+        if numbers in self._kept:
+            return self._kept[numbers]
+        if not self._kept:
+            moments = self._second_moments(numbers)
+            added = self._added
+            return moments.add_(
+                added.to(moments.device) if isinstance(added, Tensor) else added
+            ).reciprocal_()
+        self._kept[numbers] = torch.cat([self._kept_parts[number] for number in numbers])
+        return self._kept[numbers]
+
+    @cached_property
+    def _kept_parts(self) -> dict[int, Tensor]:
+        """What is kept of each parameter."""
+        parts = self._kept[tuple(self._elements)].split(list(self._elements.values()))
+        return dict(zip(self._elements, parts, strict=True))
+
+    def _second_moments(self, numbers: Sequence[int]) -> Tensor:
+        """Return v of parameters, in one dimension."""
+        moments = [self._moments[number] for number in numbers]
+        flat, factors = flattened([moment.value for moment in moments]), [moment.factor for moment in moments]
+        first = factors[0]
+        if isinstance(first, float) and all(factor == first for factor in factors):
+            return flat.mul_(first) if len(moments) > 1 else flat * first  # Several were copied.
+        sizes = tuple(_real(moment.value).numel() for moment in moments)
+        key = flat.device, sizes
+        if key not in self._sizes:
+            self._sizes[key] = torch.tensor(sizes, device=flat.device)
+        each = _factors(moments, flat.device).to(flat.dtype)
+        return flat * each.repeat_interleave(self._sizes[key], output_size=flat.numel())
+
+    # -- in pieces ----------------------------------------------------------------------------------------
+
+    def _divide(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        flat = _widened(_real(gradient.reshape(-1)))
+        divisor, factor = self._divisor(self._moments.get(id(parameter)), slice(None), flat)
+        divided = flat / (divisor * factor).sqrt()
+        return (torch.view_as_complex(divided.view(-1, 2)) if gradient.is_complex() else divided).view(
+            gradient.shape
+        )
 
     def _pieces(
         self, pairs: Sequence[tuple[Tensor, Tensor]]
@@ -243,9 +312,9 @@ class _GroupDivisor:
         The first is `out`, or a new tensor of one dimension, of at least 32 bits.
         """
         if moment is None:
-            return torch.ones_like(gradient), self._mean + self._added
+            return torch.ones_like(gradient), float(self._mean + self._added)
         value, factor = _widened(_real(moment.value.reshape(-1))[part]), _number(moment)
-        added = self._added / factor
+        added = float(self._added) / factor
         if out is not None and value.dtype is out.dtype:
             return torch.add(value, added, out=out), factor
         return value + added, factor
@@ -255,104 +324,6 @@ class _GroupDivisor:
         if self._memory is None or self._memory.dtype is not piece.dtype:
             self._memory = torch.empty(CHUNK, dtype=piece.dtype)
         return self._memory[start : start + piece.numel()]
-
-    def _small_weights(self, numbers: tuple[int, ...]) -> Tensor:
-        """Return the weights of small parameters in one dimension; put together once for each step."""
-        if numbers not in self._weights:
-            parts = self._small_parts
-            self._weights[numbers] = torch.cat([parts[number] for number in numbers])
-        return self._weights[numbers]
-
-    @cached_property
-    def _small_parts(self) -> dict[int, Tensor]:
-        """The weights of each small parameter."""
-        whole = self._weights[tuple(self._small_sizes)]
-        parts = whole.split(list(self._small_sizes.values()))
-        return dict(zip(self._small_sizes, parts, strict=True))
-
-
-class _DivisorOnGpu:
-    """As `_GroupDivisor`, with few kernels: the parameters are copied together, in batches."""
-
-    def __init__(
-        self,
-        moments: dict[int, SecondMoment],
-        eps: float,
-        sizes: dict[tuple[torch.device, tuple[int, ...]], Tensor],
-        add_shards: Callable[[Tensor], None] | None,
-    ) -> None:
-        self._moments = moments
-        self._sizes = sizes  # numbers of elements on the GPU, kept because copying them there takes time
-        self._kept: dict[int, Tensor] = {}
-        self._kept_whole = torch.empty(0)
-        values = [value for value, *_ in moments.values()]
-        sums = []
-        kept: list[Tensor] = []
-        keeps = sum(value.numel() for value in values) <= MAX_ELEMENTS_TOGETHER
-        numbers = list(moments)
-        for batch in batches([value.numel() for value in values], [_kind(value) for value in values]):
-            whole = self._second_moments([numbers[n] for n in batch])
-            sums.append(whole.sum())
-            if keeps:
-                kept.append(whole)
-        mean = _mean(sums, values, add_shards)
-        self._added = mean * FLOOR + eps**2
-        self._weight_of_others = 1.0 / (mean + self._added)
-        if len(kept) == 1:  # All have the same kind.
-            self._kept_whole = (kept[0] + self._added).reciprocal_()
-            parts = self._kept_whole.split([_real(value).numel() for value in values])
-            self._kept = dict(zip(numbers, parts, strict=True))
-
-    def sqr_norms(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return numbers that add up to the squared norm of the gradients."""
-        return [torch.dot(flat * weights, flat) for _, flat, weights in self._batches(parameters, gradients)]
-
-    def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients, divided."""
-        found: dict[int, Tensor] = {}
-        for batch, flat, weights in self._batches(parameters, gradients):
-            whole = flat * weights.sqrt()
-            if gradients[batch[0]].is_complex():
-                whole = torch.view_as_complex(whole.view(-1, 2))
-            found.update(zip(batch, divided_like(whole, [gradients[n] for n in batch]), strict=True))
-        return [found[n] for n in range(len(gradients))]
-
-    def _batches(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
-    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Return the positions of gradients, all their numbers in one dimension, and 1 / (v + c) of each."""
-        kinds = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            moment = self._moments.get(id(parameter))
-            kinds.append((_kind(gradient), None if moment is None else _kind(moment.value)))
-        for batch in batches([gradient.numel() for gradient in gradients], kinds):
-            flat = flattened([gradients[n] for n in batch])
-            if kinds[batch[0]][1] is None:
-                yield batch, flat, self._weight_of_others.to(flat.device, flat.dtype).expand(flat.shape)
-            else:
-                yield batch, flat, self._weights([id(parameters[n]) for n in batch]).to(flat.dtype)
-
-    def _weights(self, numbers: list[int]) -> Tensor:
-        if not self._kept:
-            moments = self._second_moments(numbers)
-            return (moments + self._added.to(moments.device)).reciprocal_()
-        if numbers == list(self._kept):
-            return self._kept_whole
-        return torch.cat([self._kept[number] for number in numbers])
-
-    def _second_moments(self, numbers: list[int]) -> Tensor:
-        """Return v of parameters, in one dimension."""
-        moments = [self._moments[number] for number in numbers]
-        flat, factors = flattened([moment.value for moment in moments]), [moment.factor for moment in moments]
-        first = factors[0]
-        if isinstance(first, float) and all(factor == first for factor in factors):
-            return flat * first
-        sizes = tuple(_real(moment.value).numel() for moment in moments)
-        key = flat.device, sizes
-        if key not in self._sizes:
-            self._sizes[key] = torch.tensor(sizes, device=flat.device)
-        each = _factors(moments, flat.device).to(flat.dtype)
-        return flat * each.repeat_interleave(self._sizes[key], output_size=flat.numel())
 
 
 def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
