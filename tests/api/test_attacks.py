@@ -29,6 +29,7 @@ from adascale_core.messages.registration import ReplicaState
 from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.jobs import JobView
 from api.client import MEMORY_LIMIT, TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
+from support.clock import Clock
 
 
 @pytest.fixture(scope="module")
@@ -257,14 +258,6 @@ def test_what_a_request_has_sent_is_not_kept(
         version = client.get("/jobs/held")["version"]
         assert client.get(f"/jobs/held/allocation?version={version}&wait=1")["version"] == version
         assert "Traceback" not in service.log()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from adascale_api.http.connection_limits import MAX_DATA, REQUEST_TIMEOUT, RESPONSE_TIMEOUT, ConnectionLimits
+from support.clock import Clock
 
 
 class Connection:
@@ -44,13 +45,6 @@ class Connection:
     def leave_unread(self, size: int) -> None:
         self.unread_size = size
         self.limits.unread(self)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def closed(*connections: Connection) -> list[bool]:
@@ -166,7 +160,7 @@ def test_a_body_without_room_is_refused_if_bodies_take_most_and_closes_others_if
 
 @pytest.mark.parametrize(("seconds", "kind"), [(REQUEST_TIMEOUT, "request"), (RESPONSE_TIMEOUT, "answer")])
 def test_overdue_connections_are_closed(seconds: float, kind: str) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     limits = ConnectionLimits(clock=clock)
     connection = Connection(limits)
     if kind == "answer":
@@ -184,7 +178,7 @@ def test_overdue_connections_are_closed(seconds: float, kind: str) -> None:
 
 
 def test_a_request_that_begins_late_does_not_delay_the_end_of_others() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     limits = ConnectionLimits(clock=clock)
     late, silent = Connection(limits), Connection(limits)
     clock.now = REQUEST_TIMEOUT - 1

@@ -22,6 +22,7 @@ from adascale_core.messages.registration import ReplicaState, heartbeat_timeout
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous.rendezvous import Rendezvous, StaleAllocationError
 from api.client import a_registration, a_report
+from support.clock import Clock
 
 
 @pytest.fixture
@@ -267,16 +268,6 @@ def test_the_timeout_ends_the_wait() -> None:
         pass
 
     assert wait_for_a(nothing, seconds=0.02) == 1
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def with_monitor(url: str, scenario: Callable[[Service, Clock], Coroutine[Any, Any, None]]) -> None:

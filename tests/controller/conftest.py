@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from adascale_client import MetricsServiceClient
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.schema import Opportunistic
 from adascale_core import names
-from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.decision.decide import Decision, DecisionProblem, decide
+from adascale_core.decision.explanation import explain
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from api.client import TOKEN
+from support.job_states import NOW
+from support.job_states import job as job_state
+from support.service import Service
 from support.world import World
 
 Object = dict[str, Any]
@@ -63,6 +73,31 @@ class DecidedCount:
             each.id: Decision(min(self.count, each.max_replicas, limits[each.id]), "by the test")
             for each in states
         }
+
+
+REPORT = {
+    "generation": 1, "step": 1200, "progress": 4512.5, "epoch": 3, "replicas": 2, "local_bsz": 16,
+    "accumulation": 1, "scale": 8.0, "gain": 6.25, "grad_sqr": 0.01, "grad_var": 0.25, "step_time": 0.004,
+    "loss": 0.2134, "goodput": 1450.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A metrics service with a job that has a report and a decision, and a job without."""
+    started = Service(tmp_path_factory.mktemp("service"), job="default.digits")
+    client = MetricsServiceClient(started.url, TOKEN)
+    client.declare_job("default.digits", JobSpec(4, 256, (4, 64), 1, 4, 12_000))
+    client.declare_job("default.silent", JobSpec(4))
+    client.allocate("default.digits", Allocation(1, 2))
+    started.call("POST", "/gain", {**REPORT, "time": time.time()})
+    job = job_state("default.digits", 2)
+    decisions = decide([job], 8, NOW)
+    problem = DecisionProblem.of([job], 8)
+    client.put_decision(explain(problem, NOW, decisions=decisions, time=time.time())["default.digits"])
+    client.close()
+    yield started
+    started.stop()
 
 
 @pytest.fixture

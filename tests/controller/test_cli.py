@@ -6,7 +6,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,36 +17,14 @@ from adascale_controller.local.service_process import RunningService, write_serv
 from adascale_controller.local.state_dir import StateDir, StateLock
 from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import explain
-from adascale_core.messages.allocation import Allocation
-from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.decision import DecisionView
 from api.client import TOKEN
+from controller.conftest import REPORT
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_job
 from support.job_states import NOW
 from support.job_states import job as job_state
 from support.service import Service
-
-REPORT = {
-    "generation": 1, "step": 1200, "progress": 4512.5, "epoch": 3, "replicas": 2, "local_bsz": 16,
-    "accumulation": 1, "scale": 8.0, "gain": 6.25, "grad_sqr": 0.01, "grad_var": 0.25, "step_time": 0.004,
-    "loss": 0.2134, "goodput": 1450.0,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A metrics service with a job that has a report, and a job without."""
-    started = Service(tmp_path_factory.mktemp("service"), job="default.digits")
-    client = MetricsServiceClient(started.url, TOKEN)
-    client.declare_job("default.digits", JobSpec(4, 256, (4, 64), 1, 4, 12_000))
-    client.declare_job("default.silent", JobSpec(4))
-    client.allocate("default.digits", Allocation(1, 2))
-    started.call("POST", "/gain", {**REPORT, "time": time.time()})
-    client.close()
-    yield started
-    started.stop()
-
 
 # -- help ------------------------------------------------------------------------------------------------
 

@@ -12,22 +12,15 @@ from subprocess import CompletedProcess
 import pytest
 import yaml
 
-from adascale_client import MetricsServiceClient
 from adascale_controller.cli import kubectl_main
 from adascale_controller.cluster.kubernetes_api import METRICS_READER, advice
 from adascale_controller.job_overview import JobOverview
 from adascale_core import names
-from adascale_core.decision.decide import DecisionProblem, decide
-from adascale_core.decision.explanation import explain
-from adascale_core.messages.allocation import Allocation
-from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.job_summary import JobStateName
-from api.client import TOKEN
+from controller.conftest import REPORT
 from e2e.local_run import adascale_in_process
 from support.api_server import ApiServer, Object, serving
 from support.certificates import tls_files
-from support.job_states import NOW
-from support.job_states import job as job_state
 from support.service import Service
 
 Adascale = Callable[..., "CompletedProcess[str]"]
@@ -38,11 +31,6 @@ RUNNING: Object = {
     "conditions": [
         {"type": "Running", "status": "True", "reason": "Training", "message": "Training on 2 replicas"}
     ],
-}  # fmt: skip
-REPORT = {
-    "generation": 1, "step": 1200, "progress": 4512.5, "epoch": 3, "replicas": 2, "local_bsz": 16,
-    "accumulation": 1, "scale": 8.0, "gain": 6.25, "grad_sqr": 0.01, "grad_var": 0.25, "step_time": 0.004,
-    "loss": 0.2134,
 }  # fmt: skip
 
 
@@ -66,23 +54,6 @@ def adascale(kubeconfig: Path) -> Adascale:
         return adascale_in_process(*arguments, **environ)  # type: ignore[arg-type]
 
     return run
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A metrics service with a job that has a report and a decision."""
-    started = Service(tmp_path_factory.mktemp("service"), job="default.digits")
-    client = MetricsServiceClient(started.url, TOKEN)
-    client.declare_job("default.digits", JobSpec(4, 256, (4, 64), 1, 4, 12_000))
-    client.allocate("default.digits", Allocation(1, 2))
-    started.call("POST", "/gain", {**REPORT, "time": time.time()})
-    job = job_state("default.digits", 2)
-    decisions = decide([job], 8, NOW)
-    problem = DecisionProblem.of([job], 8)
-    client.put_decision(explain(problem, NOW, decisions=decisions, time=time.time())["default.digits"])
-    client.close()
-    yield started
-    started.stop()
 
 
 # -- which place a command is for -----------------------------------------------------------------------

@@ -14,20 +14,11 @@ from adascale_controller.operator.runtime.error_isolation import (
     ErrorIsolation,
 )
 from adascale_controller.operator.types.kubernetes import ApiObject
+from support.clock import Clock
 from support.fake_cluster import FakeCluster
 from support.world import World
 
 REFUSED = ApiServerError('pods "digits-0-0" is forbidden: exceeded quota', 403, "exceeded quota")
-
-
-class Clock:
-    """A clock that stands still."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def intervals(errors: list[Exception]) -> list[float]:

@@ -13,18 +13,9 @@ import pytest
 from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.runtime.health import MAX_SILENCE, Health, OperatorMetrics
 from adascale_core.decision.decide import DecisionProblem
+from support.clock import Clock
 from support.launch import free_port
 from support.world import World
-
-
-class Clock:
-    """A clock that stands still."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def answer_of(url: str) -> int:

@@ -16,6 +16,12 @@ from torch import Tensor
 from adascale import ElasticTrainer
 
 
+def digest(weights: Iterable[Tensor]) -> str:
+    """Return a digest of weights, which differs if one bit does."""
+    whole = torch.cat([each.detach().flatten() for each in weights])
+    return hashlib.sha256(whole.cpu().numpy().tobytes()).hexdigest()
+
+
 class StepRecords:
     """Records the steps of this process in the folder $JOURNAL, and pauses for $STEP_SECONDS after each.
 
@@ -76,6 +82,4 @@ class StepRecords:
 
     def finish(self, weights: Iterable[Tensor]) -> None:
         """Write the digest of the final weights."""
-        whole = torch.cat([each.detach().flatten() for each in weights])
-        digest = hashlib.sha256(whole.cpu().numpy().tobytes()).hexdigest()
-        (self.folder / f"weights-{self.name}").write_text(digest)
+        (self.folder / f"weights-{self.name}").write_text(digest(weights))

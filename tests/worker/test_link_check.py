@@ -8,15 +8,8 @@ import pytest
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member
 from adascale_worker.agent.link_check import PATIENCE, LinkCheck
 from adascale_worker.errors import ReplicaCheckError
+from support.clock import Clock
 from support.launch import free_port
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

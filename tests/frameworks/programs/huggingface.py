@@ -5,18 +5,17 @@ ARGUMENTS, of TrainingArguments, and ELASTIC, of elastic(), as JSON; STEP_SECOND
 step; COUNT, the samples; STOPS, the replicas that request the end of training at the step STOP_AT.
 """
 
-import hashlib
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, TrainerCallback
 
 from adascale.huggingface import elastic
 from frameworks.huggingface_problem import Texts, arguments, language_model
+from support.records import digest
 
 folder = Path(os.environ["JOURNAL"])
 folder.mkdir(parents=True, exist_ok=True)
@@ -107,10 +106,8 @@ trainer: Any = elastic(
 )
 output = trainer.train()
 metrics = trainer.evaluate()
-weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
-digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 state = trainer.state
 result = {"global_step": output.global_step, "best": state.best_global_step, "loss": output.training_loss}
 result |= {"eval_loss": metrics["eval_loss"], "history": len(state.log_history)}
 (folder / f"result-{replica}-{os.getpid()}").write_text(json.dumps(result))
-(folder / f"weights-{replica}-{os.getpid()}").write_text(digest)
+(folder / f"weights-{replica}-{os.getpid()}").write_text(digest(trainer.model.parameters()))

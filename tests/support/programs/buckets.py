@@ -4,7 +4,6 @@ Rank 0 prints digests of the final weights: without a restart, and with a restar
 """
 
 import copy
-import hashlib
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from adascale_worker.gradients.exchange import GradientExchange
 from adascale_worker.membership import gloo
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
+from support.records import digest
 
 STEPS = 12
 
@@ -68,22 +68,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def digest(model: nn.Module) -> str:
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
-
-
 dist.init_process_group("gloo")
 model, optimizer = begin()
 train(model, optimizer, range(STEPS))
-digests = [digest(model)]
+digests = [digest(model.parameters())]
 for middle in (1, 5):
     model, optimizer = begin()
     train(model, optimizer, range(middle))
     state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     model, optimizer = begin(state)
     train(model, optimizer, range(middle, STEPS))
-    digests.append(digest(model))
+    digests.append(digest(model.parameters()))
 if dist.get_rank() == 0:
     print(*digests)
 dist.destroy_process_group()

@@ -5,7 +5,6 @@ that stays in its second evaluation until it is killed; PAUSES, the name of one 
 pass until it has noticed a loss.
 """
 
-import hashlib
 import json
 import os
 import threading
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from adascale import ElasticTrainer
+from support.records import digest
 
 folder = Path(os.environ["JOURNAL"])
 replica = os.environ["REPLICA"]
@@ -60,6 +60,4 @@ for epoch in range(state.epoch, 4):
         predictions = torch.cat([output["predictions"] for output in evaluation.outputs]).tolist()
         results.write(json.dumps([epoch, evaluation.sums | {"predictions": predictions}]) + "\n")
 
-weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
-(folder / f"weights-{replica}-{os.getpid()}").write_text(digest)
+(folder / f"weights-{replica}-{os.getpid()}").write_text(digest(model.parameters()))

@@ -9,7 +9,6 @@ ends training; STOP_AT, a step after which rank 0 alone requests the end, as the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from adascale.lightning import ElasticStrategy
+from support.records import digest
 
 package = os.environ.get("PACKAGE", "lightning.pytorch")
 pl: Any = import_module(package)
@@ -182,5 +182,4 @@ trainer = pl.Trainer(
 )
 module = Module()
 trainer.fit(module, datamodule=Data())
-weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-(folder / f"weights-{name}").write_text(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+(folder / f"weights-{name}").write_text(digest(module.parameters()))

@@ -1,7 +1,6 @@
 """Cases for two replicas under torchrun; each replica writes its results to OUT/rank<rank>.json."""
 
 import copy
-import hashlib
 import io
 import json
 import os
@@ -18,6 +17,7 @@ from adascale import ElasticTrainer
 from adascale_worker.batches.order import SampleSequence
 from adascale_worker.errors import WorkerError
 from adascale_worker.state.schedule import Checkpointing
+from support.records import digest
 from worker import reference
 
 OUT = Path(os.environ["OUT"])
@@ -58,12 +58,6 @@ class ToType(nn.Module):
         return x.to(self.dtype)
 
 
-def digest(tensors: list[Tensor]) -> str:
-    return hashlib.sha256(
-        torch.cat([tensor.detach().flatten() for tensor in tensors]).numpy().tobytes()
-    ).hexdigest()
-
-
 def train(trainer: ElasticTrainer, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int) -> int:
     """Train some epochs, and return the number of optimizer steps."""
     micro_batches = 0
@@ -87,16 +81,16 @@ def model_with_unused_parameters() -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     frozen = [parameter.detach().clone() for parameter in model.frozen.parameters()]
     trainer.program_reentry(model, optimizer)
-    trained = digest(list(model.never.parameters()))
+    trained = digest(model.never.parameters())
     steps = train(trainer, model, optimizer, 3)
     return {
-        "weights": digest(list(model.parameters())),
+        "weights": digest(model.parameters()),
         "same_names": names == list(model.state_dict()),
         "frozen_moved": trainer.rank == 0
         and not all(
             map(torch.equal, frozen, (parameter.detach() for parameter in model.frozen.parameters()))
         ),
-        "never_moved": digest(list(model.never.parameters())) != trained,
+        "never_moved": digest(model.never.parameters()) != trained,
         "progress": trainer.progress,
         "steps": steps,
         "gain": trainer.adascale.gain(),
@@ -144,7 +138,7 @@ def micro_batches() -> dict[str, Any]:
         step_by_hand(twin)
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             largest = max(largest, (ours - theirs).abs().max().item())
-    return {"plan": plan, "difference": largest, "weights_of_micro_batches": digest(list(model.parameters()))}
+    return {"plan": plan, "difference": largest, "weights_of_micro_batches": digest(model.parameters())}
 
 
 def weighted_micro_batches() -> dict[str, Any]:
