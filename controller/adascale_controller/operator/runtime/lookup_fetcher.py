@@ -141,14 +141,9 @@ class AdmissionReader:
             return float("inf")
         known = answer.admission
         has_failed = known is not None and (known.problem or known.extra_problem)
-        interval = (
-            ADMISSION_QUOTA_INTERVAL
-            if _lacks_quota(job)
-            else ADMISSION_RETRY_INTERVAL
-            if has_failed
-            else ADMISSION_INTERVAL
-        )
-        return answer.asked_at + interval
+        if _lacks_quota(job):
+            return answer.asked_at + ADMISSION_QUOTA_INTERVAL
+        return answer.asked_at + (ADMISSION_RETRY_INTERVAL if has_failed else ADMISSION_INTERVAL)
 
     def ask(self, cached: CachedJob, now: float, limit: asyncio.Semaphore) -> Calls:
         """Ask the API server for a job. An earlier answer stays if it has none now."""
@@ -163,7 +158,12 @@ class AdmissionReader:
                 found = await self._read(cached)
             answer.admission = replace(found, asked_at=answer.asked_at)
         except ApiServerError as error:
-            self._note_problem(job, answer, error.reply or str(error))
+            problem = error.reply or str(error)
+            if answer.admission is None or answer.admission.spec is None:
+                logger.info("%s: what admission makes of its pods is not known: %s", job.id, problem)
+                answer.admission = Admission(problem=problem)
+            has_quota = "exceeded quota" not in problem
+            answer.admission = replace(answer.admission, has_quota=has_quota, asked_at=answer.asked_at)
         finally:
             answer.is_running = False
         waiting, answer.waiting = answer.waiting - {job.key}, set()
@@ -193,14 +193,6 @@ class AdmissionReader:
             is_final = error.status == 403 and "exceeded quota" not in error.reply
             return replace(admission, extra_problem=error.reply if is_final else "")
         return replace(admission, extra_priority=pod["spec"].get("priority"))
-
-    @staticmethod
-    def _note_problem(job: AdaScaleJob, answer: _Answer, problem: str) -> None:
-        has_quota = "exceeded quota" not in problem
-        if answer.admission is None or answer.admission.spec is None:
-            logger.info("%s: what admission makes of its pods is not known: %s", job.id, problem)
-            answer.admission = Admission(problem=problem)
-        answer.admission = replace(answer.admission, has_quota=has_quota, asked_at=answer.asked_at)
 
     def _key(self, job: AdaScaleJob) -> str:
         """Return a key that is equal for jobs of a namespace with equal templates."""
@@ -309,19 +301,13 @@ class _JobLookups(LookupResults):
     """The lookups for one job."""
 
     claim_error: ApiServerError | None = None  # why the claim could not be read
-    # start of the last reads, in seconds since 1970
-    claim_read_at: float = _NEVER
-    pod_events_read_at: float = _NEVER
+    # call -> its last begin, in seconds since 1970
+    begun_at: dict[str, float] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # the calls that have not returned
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call that a job may need."""
-
-    name: str
-    due: float  # in seconds since 1970
-    begin: Callable[[], Calls]  # records that it is made, and returns its answer
+_Call = tuple[str, float, Callable[[], Calls]]
+"""The name of a call that a job may need, when it is due, in seconds since 1970, and the call itself."""
 
 
 class LookupFetcher:
@@ -365,15 +351,16 @@ class LookupFetcher:
             lookups = self._jobs.setdefault(job.resource.uid, _JobLookups())
             if slow_pod(job.pods, now) is None:
                 lookups.slow_pod = ("", ())
-            for call in self._calls(job, lookups, now):
-                if call.due > now:
+            for name, due, call in self._calls(job, lookups, now):
+                if due > now:
                     continue
-                lookups.running.add(call.name)
-                task = asyncio.create_task(call.begin())
+                lookups.running.add(name)
+                lookups.begun_at[name] = now
+                task = asyncio.create_task(call())
                 self._tasks.add(task)
-                task.add_done_callback(partial(self._note_end, lookups, call.name))
+                task.add_done_callback(partial(self._note_end, lookups, name))
                 started[task] = job.resource.key
-                if call.name in ("claim", "admission"):
+                if name in ("claim", "admission"):
                     awaited.add(task)
         if awaited:
             await asyncio.wait(awaited, timeout=CYCLE_WAIT)
@@ -407,7 +394,7 @@ class LookupFetcher:
     def next_due(self, job: CachedJob, now: float) -> float:
         """Return when the lookups of a job are due next, in seconds since 1970; infinite if never."""
         lookups = self._jobs.get(job.resource.uid, _JobLookups())
-        return min([next_start_check(job.pods, now), *(call.due for call in self._calls(job, lookups, now))])
+        return min([next_start_check(job.pods, now), *(due for _, due, _ in self._calls(job, lookups, now))])
 
     # -- calls ----------------------------------------------------------------------------------------------
 
@@ -415,44 +402,34 @@ class LookupFetcher:
         """Yield the calls that a job may need, without those that have not returned."""
         resource = job.resource
         if _asks_admission(job):
-            due = self._admissions.due_at(resource)
-            yield _Call("admission", due, lambda: self._admissions.ask(job, now, self._limit))
+            ask = partial(self._admissions.ask, job, now, self._limit)
+            yield "admission", self._admissions.due_at(resource), ask
         name = resource.claim_name if resource.job is not None else None
         if name is not None and "claim" not in lookups.running:
             due = _claim_due(resource, name, lookups)
-            yield _Call("claim", due, lambda: self._read_claim(resource, name, lookups, now))
+            yield "claim", due, partial(self._read_claim, resource, name, lookups)
         slow = slow_pod(job.pods, now)
         if slow is not None and "pod" not in lookups.running:
-            due = lookups.pod_events_read_at + EVENTS_INTERVAL
-            yield _Call("pod", due, lambda: self._read_pod_events(job, slow.uid, lookups, now))
+            due = lookups.begun_at.get("pod", _NEVER) + EVENTS_INTERVAL
+            yield "pod", due, partial(self._read_pod_events, resource.namespace, slow.uid, lookups)
 
-    def _read_claim(self, job: AdaScaleJob, name: str, lookups: _JobLookups, now: float) -> Calls:
-        lookups.claim_read_at = now
+    async def _read_claim(self, job: AdaScaleJob, name: str, lookups: _JobLookups) -> None:
+        try:
+            async with self._limit, deadline(DEADLINE):
+                raw = await self._cluster.get("persistentvolumeclaims", job.namespace, name)
+        except ApiServerError as error:
+            # No assumption where the claim may be known soon: it could lead to other pods.
+            if error.status != 403:
+                lookups.claim_error = error
+                return
+            raw = assumed_claim(job)
+        lookups.claim_error = None
+        lookups.claim = read_claim(job, name, raw)
 
-        async def read() -> None:
-            try:
-                async with self._limit, deadline(DEADLINE):
-                    raw = await self._cluster.get("persistentvolumeclaims", job.namespace, name)
-            except ApiServerError as error:
-                # No assumption where the claim may be known soon: it could lead to other pods.
-                if error.status != 403:
-                    lookups.claim_error = error
-                    return
-                raw = assumed_claim(job)
-            lookups.claim_error = None
-            lookups.claim = read_claim(job, name, raw)
-
-        return read()
-
-    def _read_pod_events(self, job: CachedJob, pod_uid: str, lookups: _JobLookups, now: float) -> Calls:
-        lookups.pod_events_read_at = now
-
-        async def read() -> None:
-            events = await self._events.read(job.resource.namespace)
-            if events is not None:
-                lookups.slow_pod = pod_uid, tuple(events.get(pod_uid, ()))
-
-        return read()
+    async def _read_pod_events(self, namespace: str, uid: str, lookups: _JobLookups) -> None:
+        events = await self._events.read(namespace)
+        if events is not None:
+            lookups.slow_pod = uid, tuple(events.get(uid, ()))
 
 
 def _claim_due(job: AdaScaleJob, name: str, lookups: _JobLookups) -> float:
@@ -464,7 +441,7 @@ def _claim_due(job: AdaScaleJob, name: str, lookups: _JobLookups) -> float:
     if claim is None or claim.name != name:
         return _NEVER
     is_awaited = not (claim.exists or claim.own or job.valid_job.suspend or has_ended(job.status))
-    return lookups.claim_read_at + CLAIM_INTERVAL if is_awaited else float("inf")
+    return lookups.begun_at.get("claim", _NEVER) + CLAIM_INTERVAL if is_awaited else float("inf")
 
 
 def _asks_admission(job: CachedJob) -> bool:
