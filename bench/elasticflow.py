@@ -23,7 +23,7 @@ from math import ceil, inf
 import numpy as np
 import numpy.typing as npt
 from policies import FixedBatch, most_replicas
-from published_workloads import packed, step_seconds
+from published_workloads import packed, profiled, step_seconds
 
 from adascale_controller.simulation.application import ProfileError
 from adascale_controller.simulation.engine import SimulatedJob, SimulationError, SimulationSettings
@@ -103,7 +103,7 @@ def _deadline(job: _Job) -> tuple[float, str]:
 
 def remaining_steps(job: SimulatedJob) -> float:
     """Return the steps with the batch size of the workload that a job has still to make."""
-    application, size = job.application, job.submission.batch_size
+    application, size = profiled(job.application), job.submission.batch_size
     ends = application.epoch_ends
     before = (application.iterations(size, job.epoch - 1), ends[job.epoch - 1]) if job.epoch else (0.0, 0.0)
     done = (job.progress - before[1]) / (ends[job.epoch] - before[1])

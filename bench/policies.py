@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, inf
 
-from published_workloads import packed
+from published_workloads import packed, profiled
 
 from adascale_controller.simulation.application import ROUNDING, fixed_plan
 from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
@@ -144,8 +144,8 @@ class Optimus(FixedBatch):
         last = len(job.application.epoch_ends) - 1
         if job.epoch >= last:
             return 1.0
-        size = job.submission.batch_size
-        return job.application.iterations(size, last) - job.application.iterations(size, job.epoch)
+        application, size = profiled(job.application), job.submission.batch_size
+        return application.iterations(size, last) - application.iterations(size, job.epoch)
 
     def _step_time(self, job: SimulatedJob, replicas: int, node: int) -> float:
         application, size = job.application, job.submission.batch_size

@@ -478,9 +478,15 @@ def step_seconds(application: Application, placement: Placement, batch_size: int
     return step + (step - sync) * (plan.accumulation - 1)
 
 
+def profiled(application: Application) -> ProfiledApplication:
+    """Return an application of a published workload, of which more is known."""
+    assert isinstance(application, ProfiledApplication)
+    return application
+
+
 def training_seconds(application: Application, placement: Placement, batch_size: int) -> float:
     """Return the seconds of all steps with a batch size."""
-    steps = application.iterations(batch_size, len(application.epoch_ends) - 1)
+    steps = profiled(application).iterations(batch_size, len(application.epoch_ends) - 1)
     return steps * step_seconds(application, placement, batch_size)
 
 

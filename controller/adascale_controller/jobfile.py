@@ -1,18 +1,19 @@
-"""Reads an AdaScaleJob from a YAML file and reports every error in it with its line."""
+"""Reads an AdaScaleJob from a YAML file and reports every error in it with its line, misspelt fields too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from adascale_controller.job_definition import JobDefinition, to_job, worker_container
-from adascale_controller.pod_fields import unknown_fields
 from adascale_controller.schema import AdaScaleJobDocument
-from adascale_controller.validation import FieldError, FieldPath, validate_document
+from adascale_controller.validation import FieldError, FieldPath, unknown_field, validate_document
 from adascale_core.errors import InvalidJobError
 
 
@@ -164,3 +165,45 @@ def _command_error(document: AdaScaleJobDocument) -> FieldError | None:
     if worker.args:
         fix = f"move args {list(worker.args)} to it, if they are the training program"
     return FieldError(path, f"is required, since this machine does not run the image's entry point: {fix}")
+
+
+_ROOTS: dict[FieldPath, str] = {
+    ("metadata",): "ObjectMeta",
+    ("spec", "template", "metadata"): "ObjectMeta",
+    ("spec", "template", "spec"): "PodSpec",
+}
+
+
+def unknown_fields(content: Any) -> list[FieldError]:
+    """Return the fields of `metadata` and of the pod template that Kubernetes does not have.
+
+    `make crd` generates the table of fields from the Kubernetes client, which a run on one machine need not
+    have. The operator asks the API server instead, which may be newer.
+    """
+    table = json.loads(files(__package__).joinpath("pod_fields.json").read_text())
+    errors: list[FieldError] = []
+    for path, kind in _ROOTS.items():
+        value = content
+        for part in path:
+            value = value.get(part) if isinstance(value, dict) else None
+        errors += _unknown_fields(value, table, kind, path)
+    return errors
+
+
+def _unknown_fields(
+    value: Any, table: dict[str, dict[str, str]], kind: str, path: FieldPath
+) -> Iterator[FieldError]:
+    objects = (
+        {(*path, index): item for index, item in enumerate(value)}
+        if isinstance(value, list)
+        else {path: value}
+    )
+    for parent, fields in objects.items():
+        if not isinstance(fields, dict):
+            continue
+        for name, member in fields.items():
+            field = (*parent, name)
+            if name not in table[kind]:
+                yield FieldError(field, unknown_field(field, list(table[kind])))
+            elif table[kind][name]:
+                yield from _unknown_fields(member, table, table[kind][name], field)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.local.checkpoints import (
+from adascale_controller.local.processes import tail
+from adascale_controller.local.service_process import PortTakenError, listen
+from adascale_controller.local.state_dir import (
     CheckpointStorageError,
     delete_checkpoints,
     location,
     newest_manifest,
 )
-from adascale_controller.local.processes import tail
-from adascale_controller.local.service_process import PortTakenError, listen
 from adascale_storage import object_store
 from support import s3
 from support.manifests import make_manifest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.schedule import job_memory, scheduler
+from adascale_controller.operator.schedule import candidate, scheduler
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.schedule import capacity_requests
 from adascale_core import names
@@ -74,7 +74,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world whose operator requests nodes, and measures durations on the world's clock."""
     made = World(types=["a100"], node_slots=1, request_nodes=True)
     clock = SimpleNamespace(monotonic=lambda: made.now, thread_time=time.thread_time, time=time.time)
-    for module in (scheduler, job_memory):
+    for module in (scheduler, candidate):
         monkeypatch.setattr(module, "time", clock)
     return made
 

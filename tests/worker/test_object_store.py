@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from adascale import ElasticTrainer
-from adascale_controller.local import checkpoints
+from adascale_controller.local import state_dir
 from adascale_core.checkpoint_manifest import manifest_number
 from adascale_storage import (
     NameTakenError,
@@ -123,9 +123,9 @@ def test_a_store_that_refuses_the_checksums_of_clients_is_used_without(
     for number in (1, 2, 3):
         save(store, number, elements)
     assert loaded_number(store) == 3
-    assert checkpoints.newest_manifest(url) is not None
-    checkpoints.delete_checkpoints(url)
-    assert checkpoints.newest_manifest(url) is None
+    assert state_dir.newest_manifest(url) is not None
+    state_dir.delete_checkpoints(url)
+    assert state_dir.newest_manifest(url) is None
     assert proxy.refusals == 0
 
 

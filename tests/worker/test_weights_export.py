@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from adascale import ElasticTrainer
-from adascale_controller.local.checkpoints import delete_checkpoints
 from adascale_controller.local.run_history import RunRecord, record_start
-from adascale_controller.local.state_dir import StateDir
+from adascale_controller.local.state_dir import StateDir, delete_checkpoints
 from adascale_worker.errors import CheckpointError, WorkerError
 from adascale_worker.state.weights import export, main
 from e2e.local_run import adascale

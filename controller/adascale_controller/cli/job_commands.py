@@ -32,10 +32,9 @@ from adascale_controller.cli.connections import connect, open_cluster, select_cl
 from adascale_controller.cluster.api import ClusterAccessError, ClusterTarget
 from adascale_controller.formatting import OutputConsole
 from adascale_controller.job_overview import render_decision, render_gain, render_status
-from adascale_controller.local.checkpoints import location
-from adascale_controller.local.job_status import read_status
-from adascale_controller.local.local_jobs import find_job
+from adascale_controller.local.local_jobs import find_job, read_status
 from adascale_controller.local.machine import describe_contention
+from adascale_controller.local.state_dir import location
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id

@@ -18,12 +18,12 @@ from adascale_controller.formatting import OutputConsole, count, plural
 from adascale_controller.job_overview import describe_deadline, render_list, render_valid_replicas
 from adascale_controller.jobfile import load_job
 from adascale_controller.local.display import open_display
-from adascale_controller.local.job_status import read_status
 from adascale_controller.local.local_command import LocalCommandError, resolve_command
 from adascale_controller.local.local_jobs import (
     LocalJob,
     find_job,
     find_jobs,
+    read_status,
     remove_run,
     stop_run,
 )

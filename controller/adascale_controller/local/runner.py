@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job_definition import JobDefinition
-from adascale_controller.local.checkpoints import CheckpointStorageError, location, newest_manifest
 from adascale_controller.local.control_loop import LocalControlLoop
 from adascale_controller.local.display import Display, LiveDisplay
 from adascale_controller.local.local_command import LocalCommand, resolve_command
@@ -44,7 +43,14 @@ from adascale_controller.local.service_process import (
     remove_service,
     write_service,
 )
-from adascale_controller.local.state_dir import DEFAULT_ROOT, StateDir, StateLock
+from adascale_controller.local.state_dir import (
+    DEFAULT_ROOT,
+    CheckpointStorageError,
+    StateDir,
+    StateLock,
+    location,
+    newest_manifest,
+)
 from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import AdaScaleError

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from adascale_controller.local.job_status import read_checkpoint, state_after_run
-from adascale_controller.local.local_jobs import LocalJob, find_jobs
+from adascale_controller.local.local_jobs import LocalJob, find_jobs, read_checkpoint, state_after_run
 from adascale_controller.local.service_process import ServiceProcess, listen
 from adascale_controller.local.state_dir import StateDir, replace_file
 from adascale_core.views.job_summary import JobStateName, RunEntry, RunView

@@ -1,4 +1,4 @@
-"""The folder with the state of a job on this machine, and its lock, which one run holds at a time.
+"""The folder with the state of a job on this machine, its checkpoints, and its lock, which one run holds.
 
 The lock is a `flock` on a descriptor that all processes of the run inherit, so it is free only when the last
 of them has exited, also if the run itself was killed. No run can start while processes of another still save
@@ -11,14 +11,23 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from adascale_controller.local.checkpoints import delete_checkpoints
+from adascale_core.checkpoint_manifest import Manifest, checkpoint_number, is_best_weights, manifest_number
 from adascale_core.errors import AdaScaleError
+from adascale_storage import (
+    MissingFileError,
+    Storage,
+    StorageError,
+    UnusableStorageError,
+    is_url,
+    open_storage,
+)
 
 DEFAULT_ROOT = Path(".adascale")
 IGNORE_ALL = "*\n"
@@ -241,3 +250,62 @@ def _users_of(file: Path) -> str:
     if not others:
         return "other processes"
     return f"process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+
+
+# -- the checkpoints of a job, in a folder or an object store ------------------------------------------------
+
+
+class CheckpointStorageError(AdaScaleError):
+    """The storage of the checkpoints cannot be used."""
+
+
+def location(recorded: str | None, default: Path) -> Path | str:
+    """Return the folder or the URL of checkpoints."""
+    if recorded is None:
+        return default
+    return recorded if "://" in recorded else Path(recorded)
+
+
+def newest_manifest(checkpoints: Path | str) -> Manifest | None:
+    """Return the manifest of the newest checkpoint in a folder or at a URL; None if there is no checkpoint.
+
+    A manifest that cannot be read is skipped: the trainer reports damaged checkpoints.
+    """
+    files = _open(checkpoints)
+    with _errors(files):
+        numbered = {manifest_number(name): name for name in files.names()}
+        for number in sorted((number for number in numbered if number is not None), reverse=True):
+            # A trainer may have deleted it meanwhile.
+            with suppress(MissingFileError, ValueError):
+                return Manifest.from_json(json.loads(files.read(numbered[number])))
+    return None
+
+
+def delete_checkpoints(checkpoints: Path | str) -> None:
+    """Delete the files of checkpoints, and no files of others."""
+    files = _open(checkpoints)
+    with _errors(files):
+        for name in files.names():
+            if checkpoint_number(name) is not None or is_best_weights(name):
+                files.delete(name)
+
+
+def _open(checkpoints: Path | str) -> Storage:
+    try:
+        return open_storage(checkpoints, person_waits=True)
+    except UnusableStorageError as error:
+        raise CheckpointStorageError(str(error)) from error
+
+
+@contextmanager
+def _errors(files: Storage) -> Iterator[None]:
+    """Raise the errors of a storage as errors of a command."""
+    try:
+        yield
+    except StorageError as error:
+        hint = (
+            "Check the URL, and the credentials in the environment, such as AWS_ACCESS_KEY_ID"
+            if is_url(str(files))
+            else "Check that the folder can be read"
+        )
+        raise CheckpointStorageError(f"{files} cannot be read: {error}. {hint}") from error

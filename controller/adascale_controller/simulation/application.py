@@ -61,9 +61,6 @@ class Application(Protocol):
     def estimate(self, global_bsz: int, epoch: int) -> GradientEstimate:
         """Return squared norm and variance of the gradient in an epoch (from 0) at a batch size."""
 
-    def iterations(self, global_bsz: int, epoch: int) -> float:
-        """Return the number of steps until the end of an epoch (from 0) at a constant batch size."""
-
 
 @dataclass(frozen=True)
 class RecordedApplication:
@@ -104,14 +101,6 @@ class RecordedApplication:
         """Return squared norm and variance of the gradient at a report."""
         del global_bsz
         return self.estimates[min(epoch, len(self.estimates) - 1)]
-
-    def iterations(self, global_bsz: int, epoch: int) -> float:
-        """Return the number of steps until the end of an epoch at a constant batch size."""
-        steps, before = 0.0, 0.0
-        for i, end in enumerate(self.epoch_ends[: epoch + 1]):
-            gain = self.estimate(global_bsz, i).gain(global_bsz / self.bounds.batch_size)
-            steps, before = steps + (end - before) / gain, end
-        return steps
 
 
 def shape(nodes: Sequence[int]) -> Placement:

@@ -141,7 +141,7 @@ def assess(observed: ObservedJob) -> Assessment:
 
 def _ended(observed: ObservedJob, failures: Failures) -> _Finding | None:
     job = observed.resource
-    for condition_type, phase, default in _END_CONDITIONS:
+    for condition_type, phase, default in END_CONDITIONS:
         condition = condition_of(job.status, condition_type)
         # A job with an invalid spec may be corrected. Any other end is final.
         if condition is not None and condition.status and condition.reason != Reason.INVALID_SPEC:
@@ -159,7 +159,7 @@ def _ended(observed: ObservedJob, failures: Failures) -> _Finding | None:
     return None if end is None else (JobPhase.FAILED, end.reason, str(end))
 
 
-_END_CONDITIONS = (
+END_CONDITIONS = (
     (ConditionType.COMPLETE, JobPhase.COMPLETE, Reason.FINISHED),
     (ConditionType.FAILED, JobPhase.FAILED, Reason.FAILED),
 )

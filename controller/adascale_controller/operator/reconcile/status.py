@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adascale_controller.formatting import capitalized, describe_limit, percent, plural, progress_text
@@ -12,7 +12,7 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, PodProblem
-from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
+from adascale_controller.operator.reconcile.job_phase import END_CONDITIONS, Assessment, JobPhase
 from adascale_controller.operator.types.actions import Event, Schedule, Status
 from adascale_controller.operator.types.kubernetes import (
     ConditionType,
@@ -187,14 +187,7 @@ def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
     failures, failing = scheduled.assessment.failures.count, scheduled.schedule.failing_count
     recorded_failing = {}
     if failing is not None:
-        recorded_failing = {
-            "failingCount": {
-                "count": failing.count,
-                "limit": failing.limit,
-                "failure": failing.failure,
-                "template": observed.digest,
-            }
-        }
+        recorded_failing = {"failingCount": {**asdict(failing), "template": observed.digest}}
     return {
         "rescales": rescales,
         "disruptions": disruptions,
@@ -246,17 +239,11 @@ def _conditions(
         _rescaling(observed, scheduled, training),
         _suspended(assessment, training, observed),
     ]
-    if assessment.phase is JobPhase.COMPLETE:
-        conditions.append(JobCondition(ConditionType.COMPLETE, True, assessment.reason, assessment.message))
-    if assessment.phase is JobPhase.FAILED:
-        conditions.append(JobCondition(ConditionType.FAILED, True, assessment.reason, assessment.message))
-    deadline = _deadline_feasible(observed, scheduled)
-    if deadline is not None:
-        conditions.append(deadline)
-    slow = _slow_replica(observed, scheduled)
-    if slow is not None:
-        conditions.append(slow)
-    return conditions
+    for kind, phase, _ in END_CONDITIONS:
+        if assessment.phase is phase:
+            conditions.append(JobCondition(kind, True, assessment.reason, assessment.message))
+    others = _deadline_feasible(observed, scheduled), _slow_replica(observed, scheduled)
+    return [*conditions, *(each for each in others if each is not None)]
 
 
 def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, counts: Status) -> JobCondition:

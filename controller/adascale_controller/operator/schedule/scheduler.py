@@ -14,12 +14,12 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.candidate import (
     Candidate,
+    JobMemory,
     Resources,
     SparePods,
     find_preempting,
     make_candidate,
 )
-from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.nodes import AcceleratorTypes, NodeSelection, TypedDemands
 from adascale_controller.operator.types.actions import Schedule
 from adascale_controller.operator.types.kubernetes import ApiObject
