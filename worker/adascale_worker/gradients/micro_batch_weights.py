@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
@@ -71,8 +70,8 @@ class Weighing(Protocol):
     def sum(self, numbers: Sequence[float]) -> Sequence[float]:
         """Return the elementwise sums of all replicas' `numbers`."""
 
-    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the elementwise least and greatest of all replicas' `values`."""
+    def gather(self, value: float) -> list[float]:
+        """Return the values of all replicas."""
 
 
 class MicroBatchWeights:
@@ -116,8 +115,7 @@ class MicroBatchWeights:
         """Agree again, with other replicas. A collective call."""
         self._are_used = self._unagreed = None
         # A replica that joins does not know the unit.
-        _, greatest = self._group.extremes(torch.tensor([self._unit or 0.0]))
-        self._unit = float(greatest) or None
+        self._unit = max(self._group.gather(self._unit or 0.0)) or None
 
     # -- the program --------------------------------------------------------------------------------------
 

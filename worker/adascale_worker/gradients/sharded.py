@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
@@ -133,11 +132,6 @@ class AllProcesses:
         """Return the elementwise sums of the `numbers` of all processes."""
         return self._group.sum(self._group.own.sum(numbers))
 
-    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the elementwise least and greatest of the `values` of the leaders, on the host.
-
-        The processes of a replica have the same values.
-        """
-        rows = self._group.gather(values.tolist())
-        table = torch.tensor(rows)
-        return table.min(dim=0).values, table.max(dim=0).values
+    def gather(self, value: float) -> list[float]:
+        """Return the values of the replicas, whose processes have the same."""
+        return self._group.gather(value)
