@@ -26,8 +26,8 @@ class LossSums:
         """The sum of the losses of the steps that are not exchanged yet, the part of this replica."""
         self._parts = 0.0
         """The sum of the parts of these steps that this replica has made."""
-        self._interval = _LossSum()
-        self._total = _LossSum()
+        self._sums = {name: {"loss": 0.0, "steps": 0.0} for name in ("interval", "total")}
+        """Since the last log, and since the beginning: what all replicas have taken."""
 
     def begin_step(self) -> None:
         """Delete the losses of a step that was not completed."""
@@ -60,39 +60,32 @@ class LossSums:
 
     def add_sums(self, loss: float, steps: float) -> None:
         """Add the sums over the replicas of what each has taken."""
-        for sums in (self._interval, self._total):
-            sums.loss += loss
-            sums.steps += steps
+        for sums in self._sums.values():
+            sums["loss"] += loss
+            sums["steps"] += steps
 
     def take_interval(self) -> float:
         """Return the mean loss of the steps since the last call."""
-        mean, self._interval = self._interval.mean, _LossSum()
+        mean = self._mean("interval")
+        self._sums["interval"] = {"loss": 0.0, "steps": 0.0}
         return mean
 
     @property
     def total_mean(self) -> float:
         """The mean loss of all steps."""
-        return self._total.mean
+        return self._mean("total")
+
+    def _mean(self, name: str) -> float:
+        sums = self._sums[name]
+        return sums["loss"] / sums["steps"] if sums["steps"] else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all replicas have taken."""
-        return {"interval": vars(self._interval).copy(), "total": vars(self._total).copy()}
+        return {name: dict(sums) for name, sums in self._sums.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what all replicas have taken."""
-        self._interval, self._total = _LossSum(**state["interval"]), _LossSum(**state["total"])
-
-
-class _LossSum:
-    """The sum of losses of steps."""
-
-    def __init__(self, loss: float = 0.0, steps: float = 0.0) -> None:
-        self.loss = loss
-        self.steps = steps
-
-    @property
-    def mean(self) -> float:
-        return self.loss / self.steps if self.steps else 0.0
+        self._sums = {name: dict(sums) for name, sums in state.items()}
 
 
 _OF_THIS_REPLICA = frozenset({"is_local_process_zero", "is_world_process_zero", "stateful_callbacks"})
