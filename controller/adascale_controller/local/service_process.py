@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import socket
@@ -11,8 +10,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
+
+from pydantic import TypeAdapter
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.local.display import Display
@@ -166,10 +168,13 @@ class RunningService:
     read_token: str = ""  # the token with which the page shows the output of replicas
 
 
+_RUNNING_SERVICE: Final = TypeAdapter(RunningService)
+
+
 def write_service(folder: StateDir, service: RunningService) -> None:
     """Write the address of the metrics service of a job's run."""
     # Only this user may read the token.
-    replace_file(folder.service_file, json.dumps(asdict(service)).encode() + b"\n", mode=0o600)
+    replace_file(folder.service_file, _RUNNING_SERVICE.dump_json(service) + b"\n", mode=0o600)
 
 
 def mark_stopping(folder: StateDir) -> None:
@@ -188,15 +193,8 @@ def remove_service(folder: StateDir) -> None:
 def read_service(folder: StateDir) -> RunningService | None:
     """Return the metrics service of the run in a state folder; None if there is none."""
     try:
-        content = json.loads(folder.service_file.read_text())
-        return RunningService(
-            str(content["url"]),
-            int(content["pid"]),
-            str(content["job"]),
-            bool(content.get("stopping")),
-            str(content.get("read_token", "")),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return _RUNNING_SERVICE.validate_json(folder.service_file.read_bytes())
+    except (OSError, ValueError):
         return None
 
 

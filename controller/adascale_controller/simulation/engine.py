@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -201,7 +202,6 @@ def simulate(
     jobs = [SimulatedJob(each) for each in sorted(submissions, key=lambda each: (each.time, each.name))]
     arrived = 0
     active: list[SimulatedJob] = []
-    room = _FreePlaces(settings)
     now = 0.0
     while arrived < len(jobs) or active:
         if not active:
@@ -213,7 +213,7 @@ def simulate(
             arrived += 1
         allocation = policy.allocate(active, settings, now)
         allocated = [(job, tuple(allocation.get(job.name, ()))) for job in active]
-        room.move((job.nodes, nodes) for job, nodes in allocated if nodes != job.nodes)
+        _require_room((nodes for _, nodes in allocated), settings)
         for job, nodes in allocated:
             _reallocate(job, nodes, now, settings)
             if job.training_nodes:
@@ -227,32 +227,17 @@ def simulate(
             )
         for job in active:
             _advance(job, now, settings, policy, noise)
-        room.move((job.nodes, ()) for job in active if job.completed_at is not None)
         active = [job for job in active if job.completed_at is None]
     return jobs
 
 
-class _FreePlaces:
-    """The free places of the nodes."""
-
-    def __init__(self, settings: SimulationSettings) -> None:
-        self._size = settings.nodes
-        self._free = list(settings.nodes)
-
-    def move(self, changes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Move jobs from some nodes to others."""
-        used: list[int] = []
-        for before, after in changes:
-            for node in before:
-                self._free[node] += 1
-            for node in after:
-                self._free[node] -= 1
-            used.extend(after)
-        if used and min(self._free[node] for node in used) < 0:
-            node = min(used, key=lambda each: (self._free[each], each))
+def _require_room(placed: Iterable[Sequence[int]], settings: SimulationSettings) -> None:
+    """Check that a policy places no more replicas on a node than it holds."""
+    used = Counter(node for nodes in placed for node in nodes)
+    for node, number in used.items():
+        if number > settings.nodes[node]:
             raise SimulationError(
-                f"the policy placed {self._size[node] - self._free[node]} replicas on node {node}, "
-                f"which holds {self._size[node]}"
+                f"the policy placed {number} replicas on node {node}, which holds {settings.nodes[node]}"
             )
 
 

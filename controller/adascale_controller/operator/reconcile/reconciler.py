@@ -59,7 +59,10 @@ def reconcile(
     """Return the actions for one job."""
     if belongs_to_predecessor(observed):
         return _deregister_predecessor(observed, assessment)
-    decision = schedule.decision
+    decision, status = schedule.decision, own_fields(observed.resource.status)
+    if decision is None and assessment.phase is JobPhase.RUNNABLE:
+        # It stays as it is until its first decision, but the metrics service may know it already.
+        return Actions(status, StatusChange.NONE, declare=_declaration(observed, assessment))
     assessment = _with_accelerator(observed, assessment, decision)
     allocation = _allocation(observed, assessment, decision)
     accelerator = decision.accelerator if decision is not None else None
@@ -85,17 +88,6 @@ def _status_change(observed: ObservedJob, status: Status) -> StatusChange:
     if is_urgent(observed.resource.status, status):
         return StatusChange.URGENT
     return StatusChange.NONE if own_fields(observed.resource.status) == status else StatusChange.REPORTED
-
-
-def reconcile_undecided(observed: ObservedJob, assessment: Assessment) -> Actions | None:
-    """Return the actions for a job that waits for its first decision; None if there are none.
-
-    It stays as it is, but the metrics service may know it already.
-    """
-    declared = None if belongs_to_predecessor(observed) else _declaration(observed, assessment)
-    if declared is None:
-        return None
-    return Actions(own_fields(observed.resource.status), StatusChange.NONE, declare=declared)
 
 
 def belongs_to_predecessor(observed: ObservedJob) -> bool:

@@ -16,7 +16,7 @@ from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob, Observer, observe
 from adascale_controller.operator.observe.pods import Pod, is_deleting, lost_nodes
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
-from adascale_controller.operator.reconcile.reconciler import next_deadline, reconcile, reconcile_undecided
+from adascale_controller.operator.reconcile.reconciler import next_deadline, reconcile
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
 from adascale_controller.operator.runtime.health import OperatorMetrics
 from adascale_controller.operator.runtime.job_follower import Deregistration, JobFollower
@@ -25,7 +25,7 @@ from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.work_queue import WorkQueue
 from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
 from adascale_controller.operator.types.actions import Actions, StatusChange, Stop
-from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
+from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource, job_key
 from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import JobView
@@ -131,7 +131,7 @@ class OperatorLoop:
         self._clock = clock
         self._metrics = metrics or OperatorMetrics()
         self._errors = ErrorIsolation(self._metrics.job_errors.inc, clock)
-        self._deregistration = Deregistration(service, settings.namespace)
+        self._deregistration = Deregistration(service, settings.namespace, cache)
         self._observer = Observer(settings)
         self._queue_reader = QueueReader(cluster)
         self._fetcher = LookupFetcher(cluster, self._look_at)
@@ -286,11 +286,11 @@ class OperatorLoop:
         self._metrics.set_jobs(job.assessment.phase for job in self._jobs.values())
         self._metrics.waiting.set(self._scheduler.waiting)
         for job_id, retry_at in self._errors.take_failed().items():
-            self._queue.retry(_key(job_id), retry_at)
+            self._queue.retry(job_key(job_id), retry_at)
         if self._queue.has_reported and self._decision is None:
             self._cache.changed.set()
-        if self._views is not None:
-            self._deregister_deleted(self._views)
+        if self._views is not None and (deleted := self._deregistration.deleted(self._views)):
+            self._begin_beside("deregister deleted jobs", lambda: self._deregistration.deregister(deleted))
 
     def _note_progress(self) -> None:
         """Report progress, except while a decision hangs: other work is no sign of health then."""
@@ -312,20 +312,6 @@ class OperatorLoop:
                 self._beside.pop(name, None)
 
         self._beside[name] = asyncio.create_task(run())
-
-    def _deregister_deleted(self, views: Mapping[str, JobView]) -> None:
-        present = {".".join(key) for key in self._cache.keys(Resource.ADASCALEJOBS)}
-        deleted = self._deregistration.deleted(
-            views, present, lambda: {".".join(key) for key in self._cache.jobs_with_pods()}
-        )
-
-        def exists(job_id: str) -> bool:
-            return self._cache.get(Resource.ADASCALEJOBS, _key(job_id)) is not None
-
-        if deleted:
-            self._begin_beside(
-                "deregister deleted jobs", lambda: self._deregistration.deregister(deleted, exists)
-            )
 
     # -- what to look at ------------------------------------------------------------------------------------
 
@@ -355,8 +341,8 @@ class OperatorLoop:
             self._update_lost_nodes()
         views = self._follower.views
         changed, reported = self._follower.take_changes()
-        self._look_at_changed(list(map(_key, changed)))
-        self._queue.add_reported(map(_key, reported))
+        self._look_at_changed(list(map(job_key, changed)))
+        self._queue.add_reported(map(job_key, reported))
         if (views is None) != (self._views is None):
             self._look_at_changed(self._cache.keys(Resource.ADASCALEJOBS))
         self._views = views
@@ -529,7 +515,7 @@ class OperatorLoop:
         self._metrics.cycle_cpu.inc(result.cost)
         self._metrics.decision_duration.observe(time.monotonic() - self._decision_begun_at)
         changed = self._scheduler.adopt(result, self._clock())
-        self._look_at_changed([_key(job_id) for job_id in sorted(changed)])
+        self._look_at_changed([job_key(job_id) for job_id in sorted(changed)])
 
     def _decision_hangs(self) -> bool:
         return self._decision is not None and time.monotonic() - self._decision_begun_at > DECISION_DEADLINE
@@ -545,9 +531,9 @@ class OperatorLoop:
             tracked = self._jobs[key]
             job, now = tracked.observed, self._clock()
             with self._errors.isolate(job.resource.id):
-                actions = self._reconcile(tracked)
+                actions = reconcile(job, tracked.assessment, self._scheduler.schedule(job))
                 status_due = float("inf")
-                if actions is not None and actions.status_change is not StatusChange.NONE:
+                if actions.status_change is not StatusChange.NONE:
                     # What is due is planned below.
                     due_at = self._applier.status_due_at(job)
                     status_due = due_at if due_at > now else status_due
@@ -557,8 +543,6 @@ class OperatorLoop:
                     next_deadline(job, tracked.assessment),
                 )
                 self._queue.plan(key, now, min(due), status_due)
-                if actions is None:
-                    continue
                 retry_at = self._errors.retry_at(job.resource.id)
                 if now < retry_at:
                     self._queue.retry(key, retry_at)
@@ -570,14 +554,6 @@ class OperatorLoop:
                 else:
                     self._errors.clear(job.resource.id)
         return urgent, statuses
-
-    def _reconcile(self, tracked: _TrackedJob) -> Actions | None:
-        """Return the actions for a job. None if there are none before its first decision."""
-        job, assessment = tracked.observed, tracked.assessment
-        schedule = self._scheduler.schedule(job)
-        if schedule.decision is None and assessment.phase is JobPhase.RUNNABLE:
-            return reconcile_undecided(job, assessment)
-        return reconcile(job, assessment, schedule)
 
     async def _store_decisions(self) -> None:
         """Store the explained decisions with the metrics service, or else explain them again later.
@@ -707,9 +683,3 @@ def is_waited_for(job: ObservedJob, actions: Actions) -> bool:
     edited = actions.status.get("observedGeneration") != job.resource.status.get("observedGeneration")
     is_lost = any(pod.how is Stop.FORCE for pod in actions.stop_pods)
     return bool(actions.create_pods or is_lost or actions.delete_job or edited)
-
-
-def _key(job_id: str) -> JobKey:
-    """Return namespace and name in a job id."""
-    namespace, _, name = job_id.partition(".")
-    return namespace, name

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
+from adascale_controller.operator.runtime.object_cache import ObjectCache
+from adascale_controller.operator.types.kubernetes import Resource, job_key
 from adascale_core.views.jobs import JobView
 
 logger = logging.getLogger(__name__)
@@ -196,26 +198,23 @@ class JobFollower:
 class Deregistration:
     """Removes jobs from the metrics service that the cluster no longer has."""
 
-    def __init__(self, service: MetricsServiceClient, namespace: str | None) -> None:
+    def __init__(self, service: MetricsServiceClient, namespace: str | None, cache: ObjectCache) -> None:
         self._service = service
         self._namespace = namespace
+        self._cache = cache
 
-    def deleted(
-        self,
-        views: Mapping[str, JobView],
-        present: Collection[str],
-        with_pods: Callable[[], Collection[str]],
-    ) -> Sequence[str]:
+    def deleted(self, views: Mapping[str, JobView]) -> Sequence[str]:
         """Return the jobs of the metrics service that the cluster no longer has."""
+        present = {".".join(key) for key in self._cache.keys(Resource.ADASCALEJOBS)}
         deleted = [view.id for view in views.values() if view.id not in present and self._is_ours(view)]
         # Pods would register again. Reading all of them is expensive, and most cycles find no deleted job.
-        ending = with_pods() if deleted else ()
+        ending = {".".join(key) for key in self._cache.jobs_with_pods()} if deleted else ()
         return [job_id for job_id in deleted if job_id not in ending]
 
-    async def deregister(self, deleted: Sequence[str], exists: Callable[[str], bool]) -> None:
+    async def deregister(self, deleted: Sequence[str]) -> None:
         """Delete these jobs from the metrics service. What fails is logged, and left to the next call."""
         for job_id in deleted:
-            if exists(job_id):
+            if self._cache.get(Resource.ADASCALEJOBS, job_key(job_id)) is not None:
                 # It was created again meanwhile.
                 continue
             try:

@@ -76,6 +76,12 @@ def object_key(raw: ApiObject) -> JobKey:
     return meta.get("namespace", ""), meta["name"]
 
 
+def job_key(job_id: str) -> JobKey:
+    """Return namespace and name in a job id."""
+    namespace, _, name = job_id.partition(".")
+    return namespace, name
+
+
 def replica_index(meta: ApiObject) -> int:
     """Return the index of the replica of a pod, from the pod's metadata; -1 without an index."""
     index = (meta.get("labels") or {}).get(names.LABEL_REPLICA)
