@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,70 +38,74 @@ def wait_until(
         time.sleep(pause)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One replica's record of a step."""
-
-    step: int
-    epoch: int
-    indices: list[int]
-    progress: float
-    lr: float
-    local_bsz: int
-    loss: float
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Return what `support.records.StepRecords` has written in a folder, without incomplete last lines."""
+    return [
+        {**json.loads(line), "file": path.name}
+        for path in sorted(folder.glob("*.jsonl"))
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The records of one trainer process."""
+    """The steps that a process has made as a rank of a generation."""
 
-    header: dict[str, Any]
-    steps: list[Step]
+    replica: int
+    pid: int
+    generation: int
+    steps: list[dict[str, Any]]
+
+    @property
+    def begin(self) -> int:
+        """The step after which it has begun."""
+        return self.last - len(self.steps)
+
+    @property
+    def last(self) -> int:
+        """Its last step."""
+        return int(self.steps[-1]["step"])
 
 
 class Journal:
-    """The journal of a job: a folder with a file per trainer process."""
+    """The records of a job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def attempts(self, rank: int = 0) -> list[Attempt]:
-        """Return the attempts of a rank, in order, without an incomplete last line."""
-        read = []
-        for path in sorted(self.folder.glob(f"rank{rank}-*.jsonl")):
-            lines = [
-                json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
-            ]
-            if lines:
-                read.append(Attempt(lines[0], [Step(**line) for line in lines[1:]]))
-        return read
+    def attempts(self, rank: int | None = 0) -> list[Attempt]:
+        """Return the attempts of a rank, or of all ranks, in order."""
+        found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+        for record in read_records(self.folder):
+            if rank in (None, record["rank"]):
+                found.setdefault((record["generation"], record["file"]), []).append(record)
+        attempts = []
+        for (generation, file), steps in sorted(found.items()):
+            replica, pid = map(int, file.removesuffix(".jsonl").split("-"))
+            attempts.append(Attempt(replica, pid, generation, steps))
+        return attempts
 
     def last_step(self, rank: int = 0) -> int:
         """Return the last step of a rank's last attempt; 0 if there is none."""
         attempts = self.attempts(rank)
-        if not attempts:
-            return 0
-        return attempts[-1].steps[-1].step if attempts[-1].steps else int(attempts[-1].header["step"])
+        return attempts[-1].last if attempts else 0
 
-    def effective(self) -> dict[int, list[Step]]:
+    def effective(self) -> dict[int, list[dict[str, Any]]]:
         """Return the records of all ranks by step, without the steps that a restart has undone."""
-        generations: dict[int, list[Attempt]] = {}
-        names = {path.name.split("-")[0].removeprefix("rank") for path in self.folder.glob("rank*-*.jsonl")}
-        for rank in sorted(map(int, names)):
-            for attempt in self.attempts(rank):
-                generations.setdefault(attempt.header["generation"], []).append(attempt)
-        counted: dict[int, list[Step]] = {}
-        for number in sorted(generations):
-            begin = generations[number][0].header["step"]
+        counted: dict[int, list[dict[str, Any]]] = {}
+        for _, group in groupby(self.attempts(None), lambda attempt: attempt.generation):
+            attempts = list(group)
+            begin = min(attempt.begin for attempt in attempts)
             counted = {step: records for step, records in counted.items() if step <= begin}
-            for attempt in generations[number]:
-                for step in attempt.steps:
-                    counted.setdefault(step.step, []).append(step)
+            for record in (record for attempt in attempts for record in attempt.steps):
+                counted.setdefault(record["step"], []).append(record)
         return counted
 
-    def weights(self, rank: int = 0) -> str:
-        """Return the digest of the final weights."""
-        return (self.folder / f"weights-rank{rank}").read_text()
+    def weights(self) -> str:
+        """Return the digest of the final weights, which is the same on all replicas."""
+        (digest,) = {path.read_text() for path in self.folder.glob("weights-*")}
+        return digest
 
 
 def torchrun(replicas: int) -> list[str]:

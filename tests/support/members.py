@@ -17,7 +17,7 @@ from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REEN
 from adascale_core.names import LEAVE_GRACE
 from adascale_worker.agent.trainer_connection import TrainerSocket
 from support.fast_python import Program
-from support.launch import wait_until
+from support.launch import read_records, wait_until
 
 SAMPLES = 48
 """Length of the program's data set."""
@@ -206,12 +206,7 @@ class Members:
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records of all processes."""
-        return [
-            {**json.loads(line), "file": path.name}
-            for path in sorted((self.folder / "journal").glob("*.jsonl"))
-            for line in path.read_text().splitlines(keepends=True)
-            if line.endswith("\n")
-        ]
+        return read_records(self.folder / "journal")
 
     def release(self, trainer: Trainer) -> None:
         """Release a member that was taken for lost, and kill it if it does not exit, as its agent does.

@@ -104,7 +104,7 @@ class Job:
 
         def trained(rank: int) -> bool:
             return any(
-                attempt.header["generation"] >= generation and len(attempt.steps) >= steps
+                attempt.generation >= generation and len(attempt.steps) >= steps
                 for attempt in self.journal.attempts(rank)
             )
 
@@ -129,7 +129,7 @@ class Job:
         return states.get(index)
 
     def trainer_pid(self, rank: int) -> int:
-        return int(self.journal.attempts(rank)[-1].header["pid"])
+        return self.journal.attempts(rank)[-1].pid
 
     def end(self) -> None:
         for agent in self.agents:

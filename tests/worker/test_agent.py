@@ -117,7 +117,7 @@ def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:
     job.wait_for_training(3)
     second.process.terminate()
     assert second.wait() == 75
-    begin = job.journal.attempts()[-1].header["step"]
+    begin = job.journal.attempts()[-1].begin
     wait_until(lambda: job.service.job()["latest"]["step"] > begin, "a report from generation 3")
     finish.touch()
     assert first.wait() == 0
@@ -125,16 +125,16 @@ def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:
     assert view["complete"]
     assert view["latest"]["step"] == job.journal.last_step()
     attempts = job.journal.attempts(0)
-    assert [(attempt.header["generation"], attempt.header["replicas"]) for attempt in attempts] == [
+    assert [(attempt.generation, attempt.steps[0]["replicas"]) for attempt in attempts] == [
         (1, 1),
         (2, 2),
         (3, 1),
     ]
-    assert len({attempt.header["pid"] for attempt in attempts}) == 1, "the trainer stays"
+    assert len({attempt.pid for attempt in attempts}) == 1, "the trainer stays"
     steps = job.journal.effective()
     assert sorted(steps) == list(range(1, len(steps) + 1))
     assert [len(attempt.steps) for attempt in attempts] == [
-        following.header["step"] - attempt.header["step"] for attempt, following in pairwise(attempts)
+        following.begin - attempt.begin for attempt, following in pairwise(attempts)
     ] + [len(attempts[-1].steps)], "a change of replicas undoes no step"
     assert (view["failures"], view["disruptions"]) == (0, 0)
 
@@ -364,7 +364,7 @@ def test_a_job_that_another_service_has_continued_saves_again(job: Job) -> None:
     job.service.allocate(1, 1)
     (agent,) = job.start(0, **LONG)
     job.wait_for_training(8)
-    assert job.journal.attempts()[-1].header["step"] == continued_at
+    assert job.journal.attempts()[-1].begin == continued_at
     assert (job.generation(), job.service.job()["disruptions"]) == (8, 1)
     agent.process.terminate()
     assert agent.wait() == 75

@@ -47,9 +47,8 @@ def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
     assert agent.wait() == 0, job.logs()
     first, second, third = job.journal.attempts()
     for before, after in ((first, second), (second, third)):
-        assert before.header["pid"] != after.header["pid"]
-        assert before.steps[-1].step - 1 <= after.header["step"] <= before.steps[-1].step
-        assert after.header["restored"]
+        assert before.pid != after.pid
+        assert before.last - 1 <= after.begin <= before.last
     steps = job.journal.effective()
     epochs, rest = divmod(len(steps), 4)
     assert rest == 0
@@ -73,8 +72,8 @@ def test_a_spare_continues_from_the_copy_of_the_only_trainer(job: Job) -> None:
     def wait_for_copies(generation: int) -> int:
         """Wait until the spare has a copy of this generation, and return its step."""
         job.wait_for_training(generation, steps=5)
-        begin = job.journal.attempts()[-1].header["step"]
-        spare = job.agents[1 - job.journal.attempts()[-1].header["replica"]]
+        attempt = job.journal.attempts()[-1]
+        begin, spare = attempt.begin, job.agents[1 - attempt.replica]
 
         def step_of_copy() -> int:
             info = newest_copy(spare)
@@ -93,15 +92,15 @@ def test_a_spare_continues_from_the_copy_of_the_only_trainer(job: Job) -> None:
     assert job.agents[0].wait() == 0, job.logs()
 
     first, second, third = job.journal.attempts()
-    assert first.steps[-1].step - 1 <= second.header["step"] <= first.steps[-1].step
-    assert copied <= third.header["step"] <= second.steps[-1].step
-    assert [attempt.header["replica"] for attempt in (first, second, third)] == [0, 1, 0]
+    assert first.last - 1 <= second.begin <= first.last
+    assert copied <= third.begin <= second.last
+    assert [attempt.replica for attempt in (first, second, third)] == [0, 1, 0]
     steps = job.journal.effective()
     assert sorted(steps) == list(range(1, len(steps) + 1)), "every step exactly once"
     epochs, rest = divmod(len(steps), 4)
     assert rest == 0
     for epoch in range(epochs):
-        taken = [index for number in range(1, 5) for index in steps[4 * epoch + number][0].indices]
+        taken = [index for number in range(1, 5) for index in steps[4 * epoch + number][0]["indices"]]
         assert sorted(taken) == list(range(48)), "every sample exactly once"
     assert job.journal.weights() == undisturbed_weights(job, {**COPIED, "EPOCHS": epochs})
 
@@ -145,7 +144,7 @@ def test_a_pod_that_is_replaced_leaves_after_another_has_joined_at_the_cost_of_n
     assert job.agents[-1].wait() == 0, job.logs()
     steps = job.journal.effective()
     assert sorted(steps) == list(range(1, len(steps) + 1)), "every step exactly once"
-    replicas = [attempt.header["replica"] for attempt in job.journal.attempts()]
+    replicas = [attempt.replica for attempt in job.journal.attempts()]
     assert (replicas[0], replicas[-1]) == (0, 0)
     assert 1 in replicas
     view = job.service.job()
@@ -168,12 +167,14 @@ def test_a_spare_takes_the_place_of_a_slow_replica_at_the_cost_of_no_step(job: J
     assert (view["complete"], view["failures"], view["disruptions"]) == (True, 0, 0)
     for rank in (0, 1):
         before, after = job.journal.attempts(rank)
-        assert after.header["step"] == before.steps[-1].step, "no step is made twice"
-    assert len({attempt.header["pid"] for attempt in job.journal.attempts(0)}) == 1, "the trainer stays"
+        assert after.begin == before.last, "no step is made twice"
+    assert len({attempt.pid for attempt in job.journal.attempts(0)}) == 1, "the trainer stays"
     steps = job.journal.effective()
     assert sorted(steps) == list(range(1, 1001))
     for first in range(1, 1001, 4):
-        taken = [index for step in range(first, first + 4) for each in steps[step] for index in each.indices]
+        taken = [
+            index for step in range(first, first + 4) for each in steps[step] for index in each["indices"]
+        ]
         assert sorted(taken) == list(range(48)), "each sample exactly once"
     assert job.journal.weights() == undisturbed_weights(job, {**options, "STEP_SECONDS": 0}, replicas=2)
 
@@ -203,8 +204,8 @@ def test_after_sigterm_the_others_keep_the_state_and_the_last_replica_saves_it(j
     job.service.allocate(job.service.job()["desired"]["generation"] + 1, 1)
     job.wait_for_training(job.service.job()["desired"]["generation"])
     before, after = job.journal.attempts(0)
-    left_at = before.steps[-1].step
-    assert after.header["step"] == left_at, "no step is made twice"
+    left_at = before.last
+    assert after.begin == left_at, "no step is made twice"
     assert job.service.job()["disruptions"] == 1, "a replica that leaves is in no later generation"
     assert job.saved_step() < left_at, "the first step of the job, which is always saved"
     first.process.terminate()
