@@ -15,7 +15,6 @@ from torch.utils.data import (
 )
 
 from adascale.errors import UnsupportedOptimizerError
-from adascale_core.errors import InvalidJobError
 from adascale_worker.errors import DatasetError, WorkerError
 from support.training import (
     ACCUMULATING,
@@ -37,30 +36,6 @@ from support.training import (
 def test_a_seed_that_is_no_integer_of_64_bits_is_an_error(make_trainer: MakeTrainer, seed: object) -> None:
     with pytest.raises(WorkerError, match="it must be an integer of 64 bits"):
         make_trainer(**FIXED, seed=seed)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "batch_size is not set"),
-        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
-        ({"batch_size": 8, "max_batch_size": 4}, "max_batch_size 4 is less than batch_size 8"),
-        ({"batch_size": 8, "local_bsz_bounds": (4, 2)}, "lower 4 is greater than upper 2"),
-        ({"batch_size": 8, "local_bsz_bounds": [4]}, "must be a pair"),
-        ({"batch_size": 8, "local_bsz_bounds": 4}, r"must be a pair \(lower, upper\), got 4"),
-        ({"batch_size": 8, "local_bsz_bounds": [4, "auto"]}, "upper is auto, which needs max_batch_size"),
-        ({"batch_size": 8, "local_bsz_bounds": [4, "Auto"]}, "positive integer or 'auto', got 'Auto'"),
-        (
-            {"batch_size": 7, "local_bsz_bounds": (2, 6)},
-            "1 replica is not valid with batch_size 7, local_bsz_bounds 2 to 6: valid are",
-        ),
-    ],
-)
-def test_contradictory_bounds_are_an_error(
-    make_trainer: MakeTrainer, arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidJobError, match=message):
-        make_trainer(**arguments)
 
 
 # -- the data set ---------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import random
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -369,63 +371,6 @@ def test_signal_handlers_are_unchanged_without_a_checkpoint_folder(make_trainer:
 # -- checkpoints of other programs ----------------------------------------------------------------------
 
 
-def save_checkpoint(make_trainer: MakeTrainer, folder: Path, **register: Any) -> None:
-    trainer = make_trainer(**FIXED, checkpoint_dir=folder, checkpoint_interval=0)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer, StepLR(optimizer, 1), register=register)
-    train(trainer, model, optimizer)
-
-
-Enter = Callable[[ElasticTrainer], object]
-
-
-def with_other_model(trainer: ElasticTrainer) -> object:
-    model = nn.Linear(6, 2)
-    return trainer.program_reentry(model, sgd(model))
-
-
-def with_a_compiled_model(trainer: ElasticTrainer) -> object:
-    model: Any = torch.compile(network())
-    optimizer = sgd(model)
-    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
-
-
-def with_other_groups(trainer: ElasticTrainer) -> object:
-    model = network()
-    optimizer = torch.optim.SGD([{"params": [each]} for each in model.parameters()], lr=0.1)
-    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
-
-
-def with_other_scheduler(trainer: ElasticTrainer) -> object:
-    model = network()
-    optimizer = sgd(model)
-    return trainer.program_reentry(model, optimizer, CosineAnnealingLR(optimizer, 10))
-
-
-def without_scheduler(trainer: ElasticTrainer) -> object:
-    model = network()
-    return trainer.program_reentry(model, sgd(model))
-
-
-def with_registered(trainer: ElasticTrainer) -> object:
-    model = network()
-    optimizer = sgd(model)
-    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1), register={"draws": Draws()})
-
-
-def with_another_kind_of_optimizer(trainer: ElasticTrainer) -> object:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
-
-
-def with_parameters_in_another_order(trainer: ElasticTrainer) -> object:
-    model = network()
-    optimizer = torch.optim.SGD(list(model.parameters())[::-1], lr=0.1, momentum=0.9)
-    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
-
-
 class Refusing(nn.Sequential):
     """A model that checks its state itself."""
 
@@ -433,47 +378,75 @@ class Refusing(nn.Sequential):
         raise ValueError("refused by the model")
 
 
-def with_a_model_that_refuses_its_state(trainer: ElasticTrainer) -> object:
-    model = Refusing(*network())
-    optimizer = sgd(model)
-    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
+EACH_STEP = partial(StepLR, step_size=1)
+
+
+@dataclass
+class Program:
+    """What a program passes to `program_reentry`; by default, that of the checkpoint."""
+
+    model: Callable[[], Any] = network
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = EACH_STEP
+    register: dict[str, Any] = field(default_factory=dict)
+
+    def enter(self, trainer: ElasticTrainer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = self.model()
+        optimizer = self.optimizer(model)
+        scheduler = self.scheduler(optimizer) if self.scheduler is not None else None
+        trainer.program_reentry(model, optimizer, scheduler, register=self.register)
+        return model, optimizer
+
+
+def save_checkpoint(make_trainer: MakeTrainer, folder: Path) -> None:
+    trainer = make_trainer(**FIXED, checkpoint_dir=folder, checkpoint_interval=0)
+    train(trainer, *Program().enter(trainer))
+
+
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 
 
 @pytest.mark.parametrize(
-    ("enter", "message"),
+    ("program", "message"),
     [
         (
-            with_parameters_in_another_order,
+            Program(optimizer=lambda model: SGD(list(model.parameters())[::-1], lr=0.1, momentum=0.9)),
             "from another optimizer: parameter 0 of group 0 was 0.weight, and is 3.bias now. Give the opt",
         ),
         (
-            with_a_model_that_refuses_its_state,
+            Program(lambda: Refusing(*network())),
             "the model refuses the state of the checkpoint: ValueError: refused by the model. Use the model",
         ),
         (
-            with_another_kind_of_optimizer,
+            Program(optimizer=lambda model: AdamW(model.parameters(), lr=0.1)),
             "from another optimizer: the parameter groups of the state have momentum, those of AdamW do not",
         ),
         (
-            with_other_model,
+            Program(lambda: nn.Linear(6, 2)),
             r"from another model: weight is missing; bias is missing; 0.weight is not in",
         ),
         (
-            with_a_compiled_model,
+            Program(lambda: torch.compile(network())),
             r"changed the names of one of the two: .* by model\.compile\(\), which k",
         ),
-        (with_other_groups, "was saved from another optimizer: .*parameter groups"),
-        (with_other_scheduler, "was saved with a StepLR, program_reentry got a CosineAnnealingLR"),
-        (without_scheduler, "was saved with a StepLR, program_reentry got no scheduler"),
-        (with_registered, r"has nothing registered, the program registers \['draws'\]"),
+        (
+            Program(optimizer=lambda model: SGD([{"params": [each]} for each in model.parameters()], lr=0.1)),
+            "was saved from another optimizer: .*parameter groups",
+        ),
+        (
+            Program(scheduler=lambda optimizer: CosineAnnealingLR(optimizer, 10)),
+            "was saved with a StepLR, program_reentry got a CosineAnnealingLR",
+        ),
+        (Program(scheduler=None), "was saved with a StepLR, program_reentry got no scheduler"),
+        (Program(register={"draws": Draws()}), r"has nothing registered, the program registers \['draws'\]"),
     ],
 )
 def test_a_checkpoint_of_another_program_is_an_error(
-    make_trainer: MakeTrainer, tmp_path: Path, enter: Enter, message: str
+    make_trainer: MakeTrainer, tmp_path: Path, program: Program, message: str
 ) -> None:
     save_checkpoint(make_trainer, tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        enter(make_trainer(**FIXED, checkpoint_dir=tmp_path))
+        program.enter(make_trainer(**FIXED, checkpoint_dir=tmp_path))
 
 
 class Growing(nn.Linear):
