@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_camel
@@ -123,48 +123,45 @@ def _shape_error(error: ErrorDetails) -> FieldError:
     return FieldError(path, _shape_message(error))
 
 
+_MESSAGES: Final = {
+    "missing": "is required",
+    "int_type": "must be an integer, got {got}",
+    "int_from_float": "must be an integer, got {got}",
+    "float_type": "must be a number, got {got}",
+    "finite_number": "must be a finite number, got {got}",
+    "bool_type": "must be true or false, got {got}",
+    "string_type": "must be a string, got {got}",
+    "list_type": "must be a list, got {got}",
+    "model_type": "must be an object, got {got}",
+    "model_attributes_type": "must be an object, got {got}",
+    "dict_type": "must be an object, got {got}",
+    "greater_than_equal": "must be at least {ge:.17g}, got {got}",
+    "greater_than": "must be greater than {gt:.17g}, got {got}",
+    "less_than_equal": "must be at most {le:.17g}, got {got}",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters, got {length}",
+    "string_pattern_mismatch": "must match {pattern}, got {got}",
+    "literal_error": "must be {expected}, got {got}",
+    INVALID_VALUE: "{message}, got {got}",
+    INVALID_VALUE_WITHOUT_INPUT: "{message}",
+}
+"""The messages about the types of errors of pydantic, and of the schema."""
+
+
 def _shape_message(error: ErrorDetails) -> str:
-    value, context = error["input"], error.get("ctx", {})
-    got = f"got {_describe(value)}"
-    match error["type"]:
-        case "missing":
-            return "is required"
-        case "int_type" | "int_from_float":
-            return f"must be an integer, {got}"
-        case "float_type":
-            return f"must be a number, {got}"
-        case "finite_number":
-            return f"must be a finite number, {got}"
-        case "bool_type":
-            return f"must be true or false, {got}"
-        case "string_type":
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            return f'must be a string, {got}: write "{value}"' if is_number else f"must be a string, {got}"
-        case "list_type":
-            words = ", ".join(value.split()) if isinstance(value, str) else ""
-            return f"must be a list, {got}: write [{words}]" if words else f"must be a list, {got}"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            return f"must be an object, {got}"
-        case "greater_than_equal":
-            return f"must be at least {context['ge']:.17g}, {got}"
-        case "greater_than":
-            return f"must be greater than {context['gt']:.17g}, {got}"
-        case "less_than_equal":
-            return f"must be at most {context['le']:.17g}, {got}"
-        case "too_short" | "string_too_short":
-            return "must not be empty"
-        case "string_too_long":
-            return f"must have at most {context['max_length']} characters, got {len(value)}"
-        case "string_pattern_mismatch":
-            return f"must match {context['pattern']}, {got}"
-        case "literal_error":
-            return f"must be {context['expected'].replace(chr(39), '')}, {got}"
-        case kind if kind == INVALID_VALUE:
-            return f"{error['msg']}, {got}"
-        case kind if kind == INVALID_VALUE_WITHOUT_INPUT:
-            return error["msg"]
-        case _:
-            return f"{error['msg'].lower()}, {got}"
+    kind, value, context = error["type"], error["input"], dict(error.get("ctx", {}))
+    if kind == "string_too_long":
+        context["length"] = len(value)
+    if kind == "literal_error":
+        context["expected"] = context["expected"].replace("'", "")
+    context |= {"got": _describe(value), "found": error["msg"].lower()}
+    message = _MESSAGES.get(kind, "{found}, got {got}").format(**context)
+    if kind == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
+        return f'{message}: write "{value}"'
+    if kind == "list_type" and isinstance(value, str) and value.split():
+        return f"{message}: write [{', '.join(value.split())}]"
+    return message
 
 
 def _describe(value: Any) -> str:

@@ -37,18 +37,6 @@ class ApiServerUnreachableError(ClusterAccessError):
     exit_code = EXIT_SERVICE_UNAVAILABLE
 
 
-class CredentialsError(ClusterAccessError):
-    """The API server does not know the user."""
-
-
-class NotPermittedError(ClusterAccessError):
-    """The user lacks a right."""
-
-
-class NotInstalledError(ClusterAccessError):
-    """The cluster does not know AdaScaleJobs."""
-
-
 class RejectedError(ClusterAccessError):
     """The API server answers with another error status.
 

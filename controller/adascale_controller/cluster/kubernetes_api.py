@@ -28,10 +28,7 @@ from adascale_controller.cluster.api import (
     ApiServerUnreachableError,
     ClusterAccessError,
     ClusterTarget,
-    CredentialsError,
     KubeconfigError,
-    NotInstalledError,
-    NotPermittedError,
     Query,
     RejectedError,
 )
@@ -126,7 +123,9 @@ class KubernetesApi:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise self._unreachable(error) from error
         except ConfigException as error:
-            raise CredentialsError(f"the credentials of {self._place} cannot be renewed: {error}") from error
+            raise ClusterAccessError(
+                f"the credentials of {self._place} cannot be renewed: {error}"
+            ) from error
         data = answer.data
         if answer.status >= 300:
             raise self._error(path, answer.status, data)
@@ -155,7 +154,7 @@ class KubernetesApi:
         if answer.get("kind") != "Status":
             # Of a service behind the API server, or of the API server about a path that it does not know.
             if status == 404 and path.startswith(f"/apis/{names.API_GROUP}/"):
-                return NotInstalledError(
+                return ClusterAccessError(
                     f"the cluster of {self._place} does not know {names.KIND}s: an administrator "
                     "installs them with `kubectl apply -k deploy` in a clone of the repository"
                 )
@@ -163,12 +162,12 @@ class KubernetesApi:
             return RejectedError(text, status)
         message = str(answer.get("message", ""))
         if status == 401 or (status == 403 and _ANONYMOUS in message):
-            return CredentialsError(
+            return ClusterAccessError(
                 f"the API server does not accept the credentials of {self._place}: they are missing, not "
                 "valid or have expired. Log in again, as for kubectl"
             )
         if status == 403 and (denied := _FORBIDDEN.search(message)) is not None:
-            return NotPermittedError(advice(**denied.groupdict()))
+            return ClusterAccessError(advice(**denied.groupdict()))
         return RejectedError(message, status)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
@@ -152,35 +152,25 @@ class EventMessages:
         return f"; the last output of replica {first} is: {lines.splitlines()[-1]}"
 
 
+@dataclass(eq=False)
 class LocalControlLoop:
     """Runs a job until it ends or the user stops it."""
 
-    def __init__(
-        self,
-        job: JobDefinition,
-        service: ServiceSupervisor,
-        client: MetricsServiceClient,
-        replicas: Replicas,
-        replica_limit: ReplicaLimit,
-        until: float | None,
-        display: Display,
-        signals: StopSignals,
-        scale_requests: ScaleRequests,
-        saved_generation: int,
-    ) -> None:
-        self._job = job
-        self._service = service
-        self._client = client
-        self._replicas = replicas
-        self._limit = replica_limit
-        self._until = until
-        self._display = display
-        self._signals = signals
-        self._scale_requests = scale_requests
-        self._saved_generation = saved_generation
+    job: JobDefinition
+    service: ServiceSupervisor
+    client: MetricsServiceClient
+    replicas: Replicas
+    limit: ReplicaLimit
+    until: float | None
+    display: Display
+    signals: StopSignals
+    scale_requests: ScaleRequests
+    saved_generation: int
+
+    def __post_init__(self) -> None:
         self._measurements = JobMeasurements()
         self._started_at = time.monotonic()
-        self._events = EventMessages(replicas, display, self._started_at)
+        self._events = EventMessages(self.replicas, self.display, self._started_at)
         self._decided_at = self._started_at
         self._explanations = ExplanationSchedule()
         self._finished_at: float | None = None
@@ -194,20 +184,20 @@ class LocalControlLoop:
 
         Others may request allocations too, so it is requested again if another came before it.
         """
-        self._limit = self._scale_requests.apply(self._limit)
-        self._client.declare_job(self._job.id, self._job.spec)
-        view = self._client.get_job(self._job.id)
+        self.limit = self.scale_requests.apply(self.limit)
+        self.client.declare_job(self.job.id, self.job.spec)
+        view = self.client.get_job(self.job.id)
         if view.complete:
             # A finished job has more steps to make now. Only a new job can be incomplete again.
-            self._client.delete_job(self._job.id)
-            self._client.declare_job(self._job.id, self._job.spec)
+            self.client.delete_job(self.job.id)
+            self.client.declare_job(self.job.id, self.job.spec)
         for attempts_left in reversed(range(MAX_ATTEMPTS)):
             try:
                 self._request_first(view)
             except ServiceRefusedError as error:
                 if error.status != HTTPStatus.CONFLICT or not attempts_left:
                     raise
-                view = self._client.get_job(self._job.id)
+                view = self.client.get_job(self.job.id)
             else:
                 return
 
@@ -215,16 +205,16 @@ class LocalControlLoop:
         """Request the first allocation of this run."""
         total, now = self._total(view), time.monotonic()
         self._measurements.add_reported(view)
-        decision = decide([self._state(view, now)], self._limit.replicas, now)[self._job.id]
+        decision = decide([self._state(view, now)], self.limit.replicas, now)[self.job.id]
         # Trainers of an earlier generation than that of the checkpoint cannot replace it. The metrics service
         # may not know it, if its data were lost, or if the checkpoint is that of another state directory.
-        generation = max(view.last_generation, self._saved_generation) + 1
-        first = Allocation(generation, decision.replicas, spares=self._limit.spares)
-        self._client.allocate(self._job.id, first)
+        generation = max(view.last_generation, self.saved_generation) + 1
+        first = Allocation(generation, decision.replicas, spares=self.limit.spares)
+        self.client.allocate(self.job.id, first)
         self._measurements.ignore_before(first.generation)
         self._events.first_generation = first.generation
-        self._replicas.begin(view)
-        self._display.update(RunStatus(f"starting {plural(decision.replicas, 'replica')}", total=total))
+        self.replicas.begin(view)
+        self.display.update(RunStatus(f"starting {plural(decision.replicas, 'replica')}", total=total))
 
     def run(self) -> RunResult:
         """Iterate until the run ends."""
@@ -232,38 +222,38 @@ class LocalControlLoop:
             result = self._iterate(time.monotonic())
             if result is not None:
                 return result
-            self._service.wait_for_change(INTERVAL)
+            self.service.wait_for_change(INTERVAL)
 
     def request_pause(self) -> None:
         """Request no replicas: when they end, the metrics service records a pause, and not their loss."""
         # Without an answer the replicas stop all the same.
         with contextlib.suppress(ServiceError):
-            view = self._client.get_job(self._job.id)
+            view = self.client.get_job(self.job.id)
             if not view.complete:
-                self._client.allocate(self._job.id, Allocation(view.generation + 1, 0))
+                self.client.allocate(self.job.id, Allocation(view.generation + 1, 0))
 
     def show_status(self, activity: str) -> None:
         """Show the job's status, without acting on it."""
-        view = self._service.get_job()
+        view = self.service.get_job()
         if view is not None:
-            self._display.update(self._status(view, activity))
+            self.display.update(self._status(view, activity))
 
     def _iterate(self, now: float) -> RunResult | None:
-        if self._signals.stop_requested:
+        if self.signals.stop_requested:
             return self._stopped_by_user()
-        self._replicas.collect_exits()
-        self._service.restart_if_exited(now)
-        view = self._service.get_job()
+        self.replicas.collect_exits()
+        self.service.restart_if_exited(now)
+        view = self.service.get_job()
         if view is None:
             return None
-        failure = self._replicas.handle_exits(view, now)
+        failure = self.replicas.handle_exits(view, now)
         if failure is not None:
             return failure
         self._measure(view, now)
-        self._limit = self._scale_requests.apply(self._limit)
+        self.limit = self.scale_requests.apply(self.limit)
         self._reallocate(view, now)
-        self._replicas.start_and_stop(view, now)
-        self._display.update(self._status(view))
+        self.replicas.start_and_stop(view, now)
+        self.display.update(self._status(view))
         return self._result(view, now)
 
     def _measure(self, view: JobView, now: float) -> None:
@@ -281,7 +271,7 @@ class LocalControlLoop:
             self._has_trained = True  # before the first one of this run, the job was paused
             return None
         with contextlib.suppress(ServiceError):
-            found = {each.generation: each for each in self._client.get_generations(self._job.id).generations}
+            found = {each.generation: each for each in self.client.get_generations(self.job.id).generations}
             return found[generation].downtime if generation in found else None
         return None
 
@@ -289,55 +279,55 @@ class LocalControlLoop:
         """Request another replica count if the decision is for one."""
         if view.complete or view.desired is None or now - self._decided_at < DECISION_INTERVAL:
             return
-        limit, limit_reason = self._replicas.limit(now)
+        limit, limit_reason = self.replicas.limit(now)
         state = replace(self._state(view, now), limit=limit, limit_reason=limit_reason)
-        most = self._limit.replicas if limit is None else min(self._limit.replicas, limit)
+        most = self.limit.replicas if limit is None else min(self.limit.replicas, limit)
         exceeds = view.desired.replicas > most
-        problem = DecisionProblem.of([state], self._limit.replicas)
-        decision = problem.decide(now)[self._job.id]
+        problem = DecisionProblem.of([state], self.limit.replicas)
+        decision = problem.decide(now)[self.job.id]
         if decision.replicas != view.desired.replicas:
             if exceeds:
                 decision = replace(decision, reason=limit_reason)
-            if view.desired.replicas > self._limit.replicas:
-                limited = plural(self._limit.replicas, "replica")
+            if view.desired.replicas > self.limit.replicas:
+                limited = plural(self.limit.replicas, "replica")
                 decision = replace(decision, reason=f"limited to {limited} by `adascale scale`")
         self._explain(problem, decision, now)
         self.report_deadline(decision, now)
         if state.stable_since is None and not exceeds:
             return
         self._decided_at = now
-        spares, desired = self._limit.spares, view.desired
+        spares, desired = self.limit.spares, view.desired
         if not decision.replicas or (decision.replicas, spares) == (desired.replicas, desired.spares):
             return
         following = Allocation(view.generation + 1, decision.replicas, spares=spares)
         try:
-            self._client.allocate(self._job.id, following)
+            self.client.allocate(self.job.id, following)
         except ServiceError:
             return  # The next iteration decides again, from a new view.
         if decision.replicas == view.desired.replicas:
             return
         change = f"{view.desired.replicas} -> {decision.replicas}"
-        self._display.message(f"Rescaling {change}: {decision.reason}", "cyan")
+        self.display.message(f"Rescaling {change}: {decision.reason}", "cyan")
 
     def _state(self, view: JobView, now: float) -> JobState:
         """Return the job as the decision sees it."""
-        seconds = self._job.completion_deadline_seconds
+        seconds = self.job.completion_deadline_seconds
         deadline = None if seconds is None else self._started_at + seconds
         return replace(
-            self._measurements.job_state(self._job, view, self._total(view)),
+            self._measurements.job_state(self.job, view, self._total(view)),
             deadline=deadline if deadline is not None and deadline > now else None,
         )
 
     def report_deadline(self, decision: Decision, now: float) -> None:
         """Show whether the replicas of this run can meet the deadline, if that is known and has changed."""
-        seconds = self._job.completion_deadline_seconds
+        seconds = self.job.completion_deadline_seconds
         if seconds is None:
             return
         outlook = deadline_outlook(
             f"completionDeadlineSeconds ({seconds})",
             decision.feasibility,
             has_passed=now >= self._started_at + seconds,
-            limit=self._limit.replicas,
+            limit=self.limit.replicas,
         )
         if outlook is None:
             return
@@ -349,45 +339,43 @@ class LocalControlLoop:
         is_over = outcome is Reason.DEADLINE_MISSED
         if outcome is not self._deadline_shown and (is_settled or is_first or is_over):
             self._deadline_shown = outcome
-            self._display.message(text)
+            self.display.message(text)
 
     def _explain(self, problem: DecisionProblem, decision: Decision, now: float) -> None:
         """Store the explained decision with the metrics service, if it is time to."""
-        decisions = {self._job.id: decision}
+        decisions = {self.job.id: decision}
         if not self._explanations.due(decisions, now):
             return
         view = explain(problem, now, decisions=decisions, time=time.time())
         try:
-            self._client.put_decision(view[self._job.id])
+            self.client.put_decision(view[self.job.id])
         except ServiceError:
-            self._explanations.repeat(self._job.id)
+            self._explanations.repeat(self.job.id)
 
     def _stopped_by_user(self) -> RunResult:
-        if self._signals.first is signal.SIGINT:
+        if self.signals.first is signal.SIGINT:
             message = "Interrupted: saving and stopping. Press Ctrl-C again to stop without saving"
         else:
-            number = self._signals.first or signal.SIGTERM
+            number = self.signals.first or signal.SIGTERM
             message = f"Received {number.name}: saving and stopping. A second signal stops without saving"
-        return RunResult(message, self._signals.exit_code)
+        return RunResult(message, self.signals.exit_code)
 
     def _result(self, view: JobView, now: float) -> RunResult | None:
         # A report of an earlier run may be of steps that were not saved.
         report = self._measurements.latest(view)
         progress = report.progress if report else 0.0
-        if self._replicas.finished:
+        if self.replicas.finished:
             self._finished_at = self._finished_at or now
-            if self._replicas.all_exited or now - self._finished_at > FINISH_TIMEOUT:
+            if self.replicas.all_exited or now - self._finished_at > FINISH_TIMEOUT:
                 return RunResult("", 0, finished=True)
             return None
-        if self._until is not None and progress >= self._until:
-            return RunResult(
-                f"Progress {count(progress)} has reached --until {count(self._until)}: saving", 0
-            )
+        if self.until is not None and progress >= self.until:
+            return RunResult(f"Progress {count(progress)} has reached --until {count(self.until)}: saving", 0)
         return None
 
     def _total(self, view: JobView) -> float | None:
         """Return the progress at which the run ends; None if it is not known."""
-        ends = [end for end in (training_target(self._job, view), self._until) if end is not None]
+        ends = [end for end in (training_target(self.job, view), self.until) if end is not None]
         return min(ends) if ends else None
 
     def _status(self, view: JobView, activity: str = "") -> RunStatus:

@@ -198,54 +198,49 @@ def read_service(folder: StateDir) -> RunningService | None:
         return None
 
 
+@dataclass(eq=False)
 class ServiceSupervisor:
     """Supervises the metrics service of a run."""
 
-    def __init__(
-        self,
-        process: ServiceProcess,
-        client: MetricsServiceClient,
-        job_id: str,
-        display: Display,
-        signals: StopSignals,
-    ) -> None:
-        self._process = process
-        self._client = client
-        self._job_id = job_id
-        self._display = display
-        self._signals = signals
+    process: ServiceProcess
+    client: MetricsServiceClient
+    job_id: str
+    display: Display
+    signals: StopSignals
+
+    def __post_init__(self) -> None:
         self._restarts: deque[float] = deque(maxlen=MAX_RESTARTS_PER_MINUTE)
         self._failed_reads = 0
         self._version: int | None = None
 
     def restart_if_exited(self, now: float) -> None:
         """Restart the service if it has exited."""
-        code = self._process.exit_code
+        code = self.process.exit_code
         if code is None:
             return
         if len(self._restarts) == MAX_RESTARTS_PER_MINUTE and now - self._restarts[0] < 60:
             raise ServiceProcessError(
                 f"the metrics service exited {MAX_RESTARTS_PER_MINUTE + 1} times within a minute "
-                f"({describe_exit(code)}): see {self._process.log}"
+                f"({describe_exit(code)}): see {self.process.log}"
             )
         self._restarts.append(now)
-        self._display.message(
+        self.display.message(
             f"The metrics service exited ({describe_exit(code)}); restarting it at the same address", "yellow"
         )
-        self._process.start(lambda: self._signals.stop_requested)
+        self.process.start(lambda: self.signals.stop_requested)
 
     def get_job(self) -> JobView | None:
         """Return the service's view of the job; None if it does not answer, while training continues."""
         try:
-            view = self._client.get_job(self._job_id)
+            view = self.client.get_job(self.job_id)
         except ServiceError as error:
             self._failed_reads += 1
             # The first failed read may be due to an exit, which has its own message.
-            if self._failed_reads == 2 and self._process.exit_code is None:
-                self._display.message(f"Training continues without the metrics service: {error}", "yellow")
+            if self._failed_reads == 2 and self.process.exit_code is None:
+                self.display.message(f"Training continues without the metrics service: {error}", "yellow")
             return None
         if self._failed_reads > 1:
-            self._display.message("The metrics service answers again")
+            self.display.message("The metrics service answers again")
         self._failed_reads = 0
         self._version = view.version
         return view
@@ -257,7 +252,7 @@ class ServiceSupervisor:
         time.sleep(MIN_WAIT)
         try:
             if self._version is not None:
-                self._client.get_allocation(self._job_id, self._version, seconds)
+                self.client.get_allocation(self.job_id, self._version, seconds)
                 return
         except ServiceError:
             self._version = None  # The next read of the job reports the error.

@@ -52,30 +52,19 @@ class StateDir:
     """The paths in a state folder."""
 
     path: Path
-    checkpoints = _inside("checkpoints")
-    """The folder of the checkpoints, unless the job sets another."""
-    logs = _inside("logs")
-    """The folder with the output of all processes."""
-    service_log = _inside("logs", "api.log")
-    """The output of the metrics service."""
-    port_file = _inside("api.port")
-    """The file in which the metrics service writes its port."""
-    service_file = _inside("service.json")
-    """The file with the address of the metrics service, during a run."""
+    checkpoints = _inside("checkpoints")  # the folder of the checkpoints, unless the job sets another
+    logs = _inside("logs")  # the folder with the output of all processes
+    service_log = _inside("logs", "api.log")  # the output of the metrics service
+    port_file = _inside("api.port")  # the file in which the metrics service writes its port
+    service_file = _inside("service.json")  # the file with the address of the metrics service, during a run
+    # the file in which `adascale scale` requests another limit of replicas
     scale_request_file = _inside("scale-request.json")
-    """The file in which `adascale scale` requests another limit of replicas."""
-    scale_answer_file = _inside("scale-answer.json")
-    """The file in which the run answers the request."""
-    history_file = _inside("runs.jsonl")
-    """The file with the starts and ends of the runs."""
-    database = _inside("api.sqlite")
-    """The metrics service's database."""
-    stop_lock_file = _inside("stop.lock")
-    """The file that `adascale stop` locks while it stops the run."""
-    lock_file = _inside("lock")
-    """The file that the processes of a run lock."""
-    ignore_file = _inside(".gitignore")
-    """The file that keeps the folder out of a repository of Git."""
+    scale_answer_file = _inside("scale-answer.json")  # the file in which the run answers the request
+    history_file = _inside("runs.jsonl")  # the file with the starts and ends of the runs
+    database = _inside("api.sqlite")  # the metrics service's database
+    stop_lock_file = _inside("stop.lock")  # the file that `adascale stop` locks while it stops the run
+    lock_file = _inside("lock")  # the file that the processes of a run lock
+    ignore_file = _inside(".gitignore")  # the file that keeps the folder out of a repository of Git
 
     def replica_log(self, rank: int) -> Path:
         """The output of the replica of `rank`."""

@@ -92,12 +92,10 @@ class SimulatedJob:
     """
 
     submission: Submission
-    nodes: tuple[int, ...] = ()
-    """The node of each replica, by rank."""
+    nodes: tuple[int, ...] = ()  # the node of each replica, by rank
+    # the nodes that train; other than `nodes` while a change is prepared
     training_nodes: tuple[int, ...] = ()
-    """The nodes that train; other than `nodes` while a change is prepared."""
-    accelerator: str = ""
-    """The type of accelerator on which it trains, or trained last."""
+    accelerator: str = ""  # the type of accelerator on which it trains, or trained last
     plan: BatchPlan | None = None
     progress: float = 0.0
     epoch: int = 0
@@ -105,20 +103,17 @@ class SimulatedJob:
     generation: int = 0
     restarts: int = 0
     prepared_at: float = 0.0
-    trains_from: float = 0.0
-    """When the last change is over, in seconds."""
+    trains_from: float = 0.0  # when the last change is over, in seconds
     started_at: float | None = None
     completed_at: float | None = None
+    # type of accelerator -> replicas times seconds
     replica_seconds_on: dict[str, float] = field(default_factory=dict)
-    """Type of accelerator -> replicas times seconds."""
+    # (type of accelerator, nodes, plan) -> reported step time
     measured: dict[tuple[str, int, BatchPlan], StepTime] = field(default_factory=dict)
-    """(type of accelerator, nodes, plan) -> reported step time."""
-    step_times: tuple[StepTime, ...] = ()
-    """The values of `measured`."""
-    report: GainReport | None = None
-    """The latest report."""
+    step_times: tuple[StepTime, ...] = ()  # the values of `measured`
+    report: GainReport | None = None  # the latest report
+    # (seconds, nodes) of each change, for pictures
     history: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    """(seconds, nodes) of each change, for pictures."""
     _placed: tuple[tuple[int, ...], Placement] | None = field(default=None, repr=False)
 
     @property

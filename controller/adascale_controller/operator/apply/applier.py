@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.kubernetes_cluster import (
@@ -48,27 +48,18 @@ class Applied:
     refused: PodRefusedError | None = None  # its answer, if it does not create a pod now
 
 
+@dataclass(eq=False)
 class Applier:
     """Writes to the API server and to the metrics service."""
 
-    def __init__(
-        self,
-        cluster: KubernetesCluster,
-        service: MetricsServiceClient,
-        on_written: OnWritten,
-        identity: str,
-        on_stored: OnStored = lambda _job_id, _has_written: None,
-        before_pods: BeforePods | None = None,
-    ) -> None:
-        self._cluster = cluster
-        self._service = service
-        self._on_written = on_written
-        self._identity = identity
-        self._on_stored = on_stored
-        self._before_pods = before_pods
-        self._status_written_at: dict[str, float] = {}
-        self.jobs = 0
-        """The number of all jobs."""
+    cluster: KubernetesCluster
+    service: MetricsServiceClient
+    on_written: OnWritten
+    identity: str
+    on_stored: OnStored = lambda _job_id, _has_written: None
+    before_pods: BeforePods | None = None
+    jobs: int = 0  # the number of all jobs
+    _status_written_at: dict[str, float] = field(default_factory=dict)
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
@@ -96,8 +87,8 @@ class Applier:
             return applied
         if actions.declare is not None:
             spec = actions.declare
-            await asyncio.to_thread(self._service.declare_job, job.id, spec)
-            self._on_stored(job.id, lambda read: read.spec == spec)
+            await asyncio.to_thread(self.service.declare_job, job.id, spec)
+            self.on_stored(job.id, lambda read: read.spec == spec)
         # If the metrics service already has a newer allocation, the next cycle adopts it.
         resizes = actions.allocate is None or await self._allocate(job.id, actions.allocate)
         if resizes:
@@ -105,23 +96,23 @@ class Applier:
         for pod in actions.stop_pods:
             if resizes or pod.how is Stop.FORCE:
                 logger.info("%s: pod %s: %s", job.id, pod.name, pod.how.name.lower())
-                applied.is_stale |= not await self._cluster.stop_pod(job.namespace, pod)
+                applied.is_stale |= not await self.cluster.stop_pod(job.namespace, pod)
                 if pod.event is not None:
                     await self._record_event(observed, pod.event)
         if actions.delete_group:
-            await self._cluster.delete_workload(job.namespace, job.group_name)
+            await self.cluster.delete_workload(job.namespace, job.group_name)
         if actions.status_change is StatusChange.URGENT:
             for event in actions.events:
                 await self._record_event(observed, event)
         if actions.delete_job:
             logger.info("%s: ttlSecondsAfterFinished exceeded, deleting it", job.id)
-            await self._cluster.delete_job(job)
+            await self.cluster.delete_job(job)
         return applied
 
     async def store_decision(self, decision: DecisionView) -> bool:
         """Store an explained decision with the metrics service. Returns whether it is stored."""
         try:
-            await asyncio.to_thread(self._service.put_decision, decision)
+            await asyncio.to_thread(self.service.put_decision, decision)
         except ServiceError as error:
             logger.debug("%s: the decision is not stored: %s", decision.job, error)
             return False
@@ -129,7 +120,7 @@ class Applier:
 
     async def _deregister(self, job_id: str) -> None:
         try:
-            await asyncio.to_thread(self._service.delete_job, job_id)
+            await asyncio.to_thread(self.service.delete_job, job_id)
         except ServiceRefusedError as error:
             # The view of it was older than the last call.
             if error.status != 404:
@@ -142,25 +133,25 @@ class Applier:
         since the job was observed.
         """
         try:
-            view = await asyncio.to_thread(self._service.allocate, job_id, allocation)
+            view = await asyncio.to_thread(self.service.allocate, job_id, allocation)
         except ServiceRefusedError as error:
             if error.status != 409:
                 raise
             return False
-        self._on_stored(job_id, lambda read: read.version >= view.version)
+        self.on_stored(job_id, lambda read: read.version >= view.version)
         return view.active is None or view.broken or view.active.replicas <= allocation.indices.stop
 
     async def _record_event(self, observed: ObservedJob, event: Event) -> None:
         job = observed.resource
         logger.info("%s: %s: %s", job.id, event.reason, event.message)
-        await self._cluster.record_event(job, event, observed.now, self._identity)
+        await self.cluster.record_event(job, event, observed.now, self.identity)
 
     async def _write_status(self, observed: ObservedJob, actions: Actions) -> None:
         job, now = observed.resource, observed.now
         is_urgent = actions.status_change is StatusChange.URGENT
         if is_urgent or self.status_due(observed, actions):
-            written = await self._cluster.apply_status(job, actions.status)
-            self._on_written(Resource.ADASCALEJOBS, written, is_urgent)
+            written = await self.cluster.apply_status(job, actions.status)
+            self.on_written(Resource.ADASCALEJOBS, written, is_urgent)
             self._status_written_at[job.uid] = now
 
     async def _create_pods(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
@@ -171,10 +162,10 @@ class Applier:
         if observed.claim is not None and observed.claim.own and not observed.claim.exists:
             claim = claim_manifest(job)
             if claim is not None:
-                await self._cluster.create("persistentvolumeclaims", claim)
+                await self.cluster.create("persistentvolumeclaims", claim)
                 applied.claim_created = True
-        if self._before_pods is not None:
-            await self._before_pods(job.namespace)
+        if self.before_pods is not None:
+            await self.before_pods(job.namespace)
         size = 1
         while left and applied.refused is None and applied.template_rejection is None:
             batch, left = left[:size], left[size:]
@@ -189,7 +180,7 @@ class Applier:
     async def _create_pod(self, observed: ObservedJob, pod: NewPod, applied: Applied) -> None:
         manifest = pod_manifest(observed.resource, pod, single_node=observed.single_node)
         try:
-            created = await self._cluster.create("pods", manifest)
+            created = await self.cluster.create("pods", manifest)
         except ApiServerError as error:
             if error.status in {400, 422}:
                 # The manifest changes with the spec only: no use in trying again before.
@@ -201,4 +192,4 @@ class Applier:
                 raise
             return
         if created is not None:
-            self._on_written(Resource.PODS, created, True)
+            self.on_written(Resource.PODS, created, True)
