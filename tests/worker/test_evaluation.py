@@ -1,13 +1,13 @@
 """Evaluation on one replica, and the sums."""
 
 import contextlib
-import itertools
 import math
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -29,6 +29,7 @@ from adascale_worker.loop.evaluation import (
     encoded_sum,
     exact_sum,
 )
+from adascale_worker.membership.process_group import ReplicaGroup
 from support.examples import examples
 from support.training import ACCUMULATING, FIXED, MakeTrainer, make_step, network, samples, sgd
 
@@ -179,51 +180,65 @@ class SharedStore:
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
-        self.values: dict[tuple[str, int], str] = {}
+        self.values: dict[tuple[str, int], list[Any]] = {}
         self.lost: set[int] = set()
         self.changed = threading.Condition()
+        self.changes = 0
+
+    def has_changed(self, changes: int) -> bool:
+        return self.changes != changes
 
 
-class MemoryExchange(Exchange):
-    """An `Exchange` in memory, of a replica that is lost before it posts for the n-th time."""
+class MemoryGroup:
+    """The group of a replica that is lost before it announces for the n-th time."""
+
+    has_failed = False
 
     def __init__(self, store: SharedStore, rank: int, lost_before: int | None) -> None:
         self.store, self.rank, self.replicas = store, rank, store.replicas
-        self._posts_left = math.inf if lost_before is None else lost_before
+        self._left = math.inf if lost_before is None else lost_before
 
-    def post(self, kind: str, value: str = "") -> None:
+    def announce(self, event: str, value: list[Any]) -> None:
         with self.store.changed:
-            if self._posts_left == 0:
+            if self._left == 0:
                 self.store.lost.add(self.rank)
             else:
-                self.store.values[kind, self.rank] = value
-            self._posts_left -= 1
-            assert len(value) <= exchanges.PART_LENGTH + 4
+                self.store.values[event, self.rank] = value
+            self._left -= 1
+            assert len(value[1]) <= exchanges.PART_LENGTH
+            self.store.changes += 1
             self.store.changed.notify_all()
             if self.rank in self.store.lost:
                 raise InterruptedError
 
-    def retract(self, kinds: Iterable[str], ranks: Iterable[int]) -> None:
+    def retract(self, event: str, ranks: Iterable[int]) -> None:
         with self.store.changed:
-            for kind, rank in itertools.product(kinds, ranks):
-                del self.store.values[kind, rank]
+            for rank in ranks:
+                del self.store.values[event, rank]
 
-    def read(
-        self, kind: str, ranks: Sequence[int], timeout: float = math.inf, *, taking_part: Collection[int] = ()
-    ) -> dict[int, str]:
-        values, lost = self.store.values, self.store.lost
-        with self.store.changed:
-            assert self.store.changed.wait_for(
-                lambda: all((kind, rank) in values or rank in lost for rank in ranks), 60
-            )
-            return {rank: values[kind, rank] for rank in ranks if (kind, rank) in values}
+    def poll(self, *events: str, timeout: float) -> Iterator[list[dict[int, Any]]]:
+        del timeout
+        values, ranks = self.store.values, range(self.replicas)
+        has_ended = False
+        while not has_ended:
+            with self.store.changed:
+                found = [
+                    {rank: values[event, rank] for rank in ranks if (event, rank) in values}
+                    for event in events
+                ]
+                has_ended = all(rank in found[-1] or rank in self.store.lost for rank in ranks)
+                changes = self.store.changes
+            yield found
+            with self.store.changed:
+                assert has_ended or self.store.changed.wait_for(partial(self.store.has_changed, changes), 60)
 
 
 def gather_all(
     store: SharedStore, rank: int, samples: int, lost_before: int | None
 ) -> list[list[int]] | None:
     """Gather the samples of each batch of two in two calls, and return what came; None if it is lost."""
-    exchange = MemoryExchange(store, rank, lost_before)
+    group = cast(ReplicaGroup, MemoryGroup(store, rank, lost_before))
+    exchange = Exchange(group, (0, 0, 0), 1)
     model = nn.Identity().eval()
     evaluation = Evaluation(range(samples), 2, model, exchange, {}, contextlib.nullcontext, gathers=True)
     gathered: list[list[int]] = [[], []]

@@ -113,6 +113,6 @@ def test_a_thread_beside_the_main_one_reads_what_others_have_announced() -> None
             group._store, group._number = store, 0
         groups[1].announce("left", "step 3")
         with ThreadPoolExecutor() as thread:
-            assert thread.submit(groups[0].announced, "left").result() == [None, "step 3"]
+            assert thread.submit(groups[0].announced, "left").result() == {1: "step 3"}
     finally:
         groups[0].close()

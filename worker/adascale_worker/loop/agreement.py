@@ -17,8 +17,7 @@ from typing import Final
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
-from adascale_worker.membership.board import FAILED, Board, Values, raise_failure
-from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import FAILED, ReplicaGroup, Values, raise_failure
 from adascale_worker.process.user_code import calling_line
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.state import State
@@ -35,7 +34,6 @@ class FinishRequest:
     def __init__(self, progress: TrainingProgress, group: ReplicaGroup, state: State) -> None:
         self._progress = progress
         self._group = group
-        self._board = Board(group)
         self._state = state
         self._line = ""
         self.reason: str | None = None  # None without a request
@@ -44,7 +42,7 @@ class FinishRequest:
         """Request the end of training."""
         self._state.require_finite_weights()
         self.reason, self._line = reason, calling_line()
-        self._board.announce(FINISH)
+        self._group.announce(FINISH)
         self.save()
 
     def save(self) -> None:
@@ -66,11 +64,11 @@ class FinishRequest:
             return None
         missing = [rank for rank in range(group.replicas) if rank != group.rank]
         # Also of replicas that are lost, because their programs have ended.
-        for (finished,) in self._board.poll(FINISH, timeout=FINISH_TIMEOUT, is_over=lambda: False):
+        for (finished,) in group.poll(FINISH, timeout=FINISH_TIMEOUT, is_over=lambda: False):
             missing = [rank for rank in range(group.replicas) if rank not in finished]
             if not missing:
                 return None
-        if self._board.read(FINISH) is None and not (group.processes > 1 and group.has_failed):
+        if group.announced(FINISH) is None and not (group.processes > 1 and group.has_failed):
             # The process that serves the store ends after it has seen all the others. With several processes
             # a replica reads nothing any more once others are lost.
             return None
@@ -226,7 +224,6 @@ class LoopDepartures:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._board = Board(group)
         self._own = Departure()
         self._left_early = self._fails = False
 
@@ -257,9 +254,7 @@ class LoopDepartures:
         if not self._left_early:
             return
         group = self._group
-        for left, failed in self._board.poll(
-            _LEFT, FAILED, is_over=lambda: group.has_failed or is_interrupted()
-        ):
+        for left, failed in group.poll(_LEFT, FAILED, is_over=lambda: group.has_failed or is_interrupted()):
             if all(other.place >= self._own.place for other in self._others(left).values()):
                 self._left_early = False
                 return
@@ -271,7 +266,7 @@ class LoopDepartures:
 
         Call it in a step that does not end. The others raise the same error.
         """
-        for rank, other in self._others(self._board.read(_LEFT)).items():
+        for rank, other in self._others(self._group.announced(_LEFT)).items():
             if other.place > self._own.place and other.step <= step and not other.expected:
                 line = f" ({other.line})" if other.line else ""
                 left, remedy = _LEFT_LOOP if other.place[:2] > self._own.place[:2] else _LEFT_BATCH
@@ -279,13 +274,13 @@ class LoopDepartures:
                     f"rank {rank} {left}{line} after step {other.step}, but rank {self._group.rank} is in "
                     f"step {step + 1}, which needs all {self._group.replicas} replicas. {remedy}"
                 )
-                self._board.fail(failure)
+                self._group.announce(FAILED, failure)
                 return failure
         return None
 
     def _announce(self, own: Departure) -> None:
         self._own = own
-        self._board.announce(_LEFT, astuple(own))
+        self._group.announce(_LEFT, astuple(own))
 
     def _others(self, left: Values | None) -> dict[int, Departure]:
         """Return the places of the other replicas; of none if the store is gone."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
-from adascale_worker.membership.board import Board, Values
 from adascale_worker.membership.links import PeersLostError
-from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup, Values
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.reporting.progress import StepTimer, TrainingProgress
 from adascale_worker.reporting.reports import as_number
@@ -269,16 +268,14 @@ class Evaluation(Iterator[Any]):
         """Add the results of other replicas, and return those whose results have not come."""
         exchange = self._exchange
         sums = {name: encoded_sum(value) for name, value in own.items()}
-        text = encoded([self._length, self._batch_size, sums, self._collected])
-        exchange.post_text("results", text)
-        found = exchange.read_text("results", others)
+        exchange.post("results", [self._length, self._batch_size, sums, self._collected])
+        found = exchange.read("results", others)
         for each in found.values():
-            self._add_results(*decoded(each))
+            self._add_results(*each)
         exchange.post("read")
         if exchange.rank == 0:
             exchange.read("read", others, READING_TIME)
-            longest = max([text, *found.values()], key=len)
-            exchange.retract(kinds_of("results", longest), range(exchange.replicas))
+            exchange.retract("results", range(exchange.replicas))
         return set(others) - set(found)
 
     def _add_results(
@@ -338,10 +335,9 @@ class Evaluation(Iterator[Any]):
             return
         if self._exchange.rank == 0:
             own = {name: buffer.detach().cpu() for name, buffer in buffers.items()}
-            self._exchange.post_text("buffers", encoded(own))
+            self._exchange.post("buffers", own)
             return
-        for text in self._exchange.read_text("buffers", [0]).values():
-            received = decoded(text)
+        for received in self._exchange.read("buffers", [0]).values():
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     buffer.copy_(received[name])
@@ -394,11 +390,6 @@ def decoded(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
 
 
-def kinds_of(kind: str, text: str) -> list[str]:
-    """Return the kinds of the values that have the parts of a text."""
-    return [f"{kind}/{start // PART_LENGTH}" if start else kind for start in range(0, len(text), PART_LENGTH)]
-
-
 class Exchange:
     """What the replicas exchange during an evaluation.
 
@@ -407,15 +398,22 @@ class Exchange:
 
     def __init__(self, group: ReplicaGroup, place: tuple[int, int, int], number: int) -> None:
         self._group = group
-        self._board = Board(group)
         self.rank, self.replicas = group.rank, group.replicas
         self._place = place
         self._name = "/".join(map(str, ("evaluation", *place, number)))
+        self._parts: dict[str, int] = defaultdict(int)
+        """By the kind of a value, the most parts that one of the replicas has posted."""
 
     def post(self, kind: str, value: Any = "") -> None:
-        """Let the others read `value`."""
-        if not self._group.has_failed:
-            self._board.announce(f"{self._name}/{kind}", value)
+        """Let the others read tensors, numbers, strings and None, in lists, tuples and dicts."""
+        if self._group.has_failed:
+            return
+        text = encoded(value)
+        parts = [text[start : start + PART_LENGTH] for start in range(0, len(text), PART_LENGTH)]
+        self._parts[kind] = max(self._parts[kind], len(parts))
+        # The first one last, which the others wait for.
+        for number in reversed(range(len(parts))):
+            self._group.announce(self._event(kind, number), [len(parts), parts[number]])
 
     def read(
         self,
@@ -427,42 +425,42 @@ class Exchange:
     ) -> Values:
         """Wait for the values of the ranks that take part, and return the values that have come."""
         found: Values = {}
+        for rank, (count, first) in self._read(kind, 0, ranks, timeout, taking_part).items():
+            parts = [first]
+            for number in range(1, count):
+                # They were posted before the first. They are gone if rank 0 has not waited for this reader.
+                parts += [part for _, part in self._read(kind, number, [rank]).values()]
+            if len(parts) == count:
+                found[rank] = decoded("".join(parts))
+            self._parts[kind] = max(self._parts[kind], count)
+        return found
+
+    def _read(
+        self,
+        kind: str,
+        number: int,
+        ranks: Sequence[int],
+        timeout: float = math.inf,
+        taking_part: Collection[int] = (),
+    ) -> Values:
+        found: Values = {}
         if not ranks or self._group.has_failed:
             return found
         # In this order: what a rank has posted before it passed is there.
-        for places, values in self._board.poll(TRAINS, f"{self._name}/{kind}", timeout=timeout):
+        for places, values in self._group.poll(TRAINS, self._event(kind, number), timeout=timeout):
             found = {rank: values[rank] for rank in ranks if rank in values}
             passed = {rank for rank, place in places.items() if tuple(place) > self._place}
             if all(rank in found or rank in passed.difference(taking_part) for rank in ranks):
                 break
         return found
 
-    def post_text(self, kind: str, text: str) -> None:
-        """Post a text in parts that the store takes, the first last and with their number."""
-        parts = [text[start : start + PART_LENGTH] for start in range(0, len(text), PART_LENGTH)]
-        for each, part in zip(kinds_of(kind, text)[1:], parts[1:], strict=True):
-            self.post(each, part)
-        self.post(kind, f"{len(parts)} {parts[0]}")
-
-    def read_text(
-        self, kind: str, ranks: Sequence[int], *, taking_part: Collection[int] = ()
-    ) -> dict[int, str]:
-        """Wait for the texts of the ranks that take part, and return those that have come."""
-        found = {}
-        for rank, text in self.read(kind, ranks, taking_part=taking_part).items():
-            count, _, first = text.partition(" ")
-            parts = [first]
-            for number in range(1, int(count)):
-                # They were posted before the first. They are gone if rank 0 has not waited for this reader.
-                parts += self.read(f"{kind}/{number}", [rank]).values()
-            if len(parts) == int(count):
-                found[rank] = "".join(parts)
-        return found
-
-    def retract(self, kinds: Iterable[str], ranks: Iterable[int]) -> None:
+    def retract(self, kind: str, ranks: Iterable[int]) -> None:
         """Delete what some ranks have posted, because it was read."""
-        for kind in kinds:
-            self._board.retract(f"{self._name}/{kind}", ranks)
+        for number in range(self._parts.pop(kind, 0)):
+            self._group.retract(self._event(kind, number), ranks)
+
+    def _event(self, kind: str, part: int) -> str:
+        return f"{self._name}/{kind}/{part}"
 
 
 class GatheredValues:
@@ -476,7 +474,7 @@ class GatheredValues:
         self._exchange = exchange
         self._missing: dict[int, tuple[int, int]] = {}
         self._found: set[int] = set()
-        self._posted: list[list[str]] = []
+        self._posted: list[str] = []
         """What others may not have read yet."""
         self._round = self._call = 0
         self._redelivers: int | None = None
@@ -504,12 +502,11 @@ class GatheredValues:
             return [value]
         exchange = self._exchange
         kind = f"gather/{place[0]}/{place[1]}"
-        text = encoded(value)
-        exchange.post_text(kind, text)
-        self._posted.append(kinds_of(kind, text))
+        exchange.post(kind, value)
+        self._posted.append(kind)
         others = [rank for rank in range(exchange.replicas) if rank != exchange.rank]
         expected = [rank for rank in others if rank not in self._missing]
-        found = exchange.read_text(kind, expected, taking_part=self._found)
+        found = exchange.read(kind, expected, taking_part=self._found)
         if len(found) == len(others):
             # A rank posts its next value after it has read those before.
             for posted in self._posted[:-1]:
@@ -517,7 +514,7 @@ class GatheredValues:
             del self._posted[:-1]
         self._found.update(found)
         self._missing.update((rank, place) for rank in expected if rank not in found)
-        values = {rank: decoded(text) for rank, text in found.items()} | {exchange.rank: value}
+        values = {**found, exchange.rank: value}
         return [values[rank] for rank in sorted(values)]
 
 
@@ -531,7 +528,6 @@ class EvaluationSequence:
         self, group: ReplicaGroup, progress: TrainingProgress, step_timer: StepTimer, loop: ProgramLoop
     ) -> None:
         self._group = group
-        self._board = Board(group)
         self._progress = progress
         self._step_timer = step_timer
         self._loop = loop
@@ -571,7 +567,7 @@ class EvaluationSequence:
 
         A place is the epoch, the step, and 1 if the replica trains there, 2 if it waits in the step.
         """
-        self._board.announce(TRAINS, place)
+        self._group.announce(TRAINS, place)
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the sums of numbers of all replicas at the same place of the program, the same on all.
@@ -587,7 +583,7 @@ class EvaluationSequence:
         self._sums.append(exchange)
         while len(self._sums) > 2:
             # Who posts numbers has read those before the last.
-            self._sums.popleft().retract([_NUMBERS], [exchange.rank])
+            self._sums.popleft().retract(_NUMBERS, [exchange.rank])
         found = {exchange.rank: numbers, **exchange.read(_NUMBERS, others)}
         for rank, each in found.items():
             if len(each) != len(values):

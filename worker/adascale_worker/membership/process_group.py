@@ -13,9 +13,11 @@ import contextlib
 import functools
 import hmac
 import itertools
+import json
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from adascale_core.messages.channel import Assignment, encode
-from adascale_worker.errors import GroupFormationError, WorkerError
+from adascale_worker.errors import GroupFormationError, ReplicationError, WorkerError
 from adascale_worker.membership import gloo
 from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.replica_processes import (
@@ -62,6 +64,13 @@ FORMATION_TIMEOUT = timedelta(seconds=10)
 milliseconds. A member that waits for the connection of one that is lost meanwhile is not freed earlier."""
 MEMBER_TIMEOUT = timedelta(hours=24)
 """How long members wait in a collective. They notice by themselves when one of them is lost."""
+
+FIRST_POLL, POLL_INTERVAL = 0.001, 0.02
+"""Seconds between the first two readings of the store, and the most between later ones: the time doubles."""
+FAILED = "failed"
+"""The event that a replica announces with the message of an error which all replicas raise."""
+Values = dict[int, Any]
+"""The values of the ranks that have announced an event."""
 
 FORM = "form"
 """The kind of a message of a leader to the other processes of its replica, to form a group."""
@@ -670,30 +679,63 @@ class ReplicaGroup:
         both = both.cpu()
         return -both[: len(values)], both[len(values) :]
 
-    def announce(self, event: str, value: str = "") -> None:
-        """Let the other replicas know that this one has reached `event`. Not a collective call.
+    # -- announcements ------------------------------------------------------------------------------------
+
+    # No collective calls: a replica that is lost meanwhile does not end the others. Values are as in
+    # `broadcast`.
+
+    def announce(self, event: str, value: Any = "") -> None:
+        """Let the other replicas read a value of this one.
 
         Does nothing if the store is gone, with the process that serves it or with the lane.
         """
         store = self._store
         if self.replicas > 1 and self.own.is_leader and store is not None:
             with contextlib.suppress(RuntimeError):
-                store.set(self._key(event, self.rank), value)
+                store.set(self._key(event, self.rank), json.dumps(value))
 
-    def announced(self, event: str) -> list[str | None] | None:
-        """Return the values that the ranks have announced with `event`; None for a rank that has not.
+    def announced(self, event: str) -> Values | None:
+        """Return the values that have come; None if the store is gone.
 
-        None if the store is gone. All processes of a replica call this; in another thread than the main one,
-        which may be anywhere, each reads the store itself.
+        All processes of a replica call this; in another thread than the main one, which may be anywhere, each
+        reads the store itself.
         """
         if self.processes == 1 or threading.current_thread() is not threading.main_thread():
-            return self._read(event)
-        if self._is_lost:
+            values = self._read(event)
+        elif self._is_lost:
             return None
-        values, is_lost = self._decide(lambda: (self._read(event), self._failed))
-        if is_lost:
-            self._lose()
-        return values
+        else:
+            values, is_lost = self._decide(lambda: (self._read(event), self._failed))
+            if is_lost:
+                self._lose()
+        if values is None:
+            return None
+        return {rank: json.loads(value) for rank, value in enumerate(values) if value is not None}
+
+    def poll(
+        self,
+        *events: str,
+        timeout: float = INIT_TIMEOUT.total_seconds(),
+        is_over: Callable[[], bool] | None = None,  # None: once members are lost
+    ) -> Iterator[list[Values]]:
+        """Yield the values of some events, again and again, until the timeout, or until the store is gone.
+
+        All processes of a replica get the same ones, equally often.
+        """
+        deadline, interval = time.monotonic() + timeout, FIRST_POLL
+        while True:
+            is_over_now = self.has_failed if is_over is None else is_over()
+            # Before the last reading, which finds what others have announced before they were lost.
+            is_last = not self.own.all(not is_over_now and time.monotonic() < deadline)
+            values = [self.announced(event) for event in events]
+            found = [each for each in values if each is not None]
+            if len(found) < len(values):
+                return
+            yield found
+            if is_last:
+                return
+            time.sleep(interval)
+            interval = min(2.0 * interval, POLL_INTERVAL)
 
     def _read(self, event: str) -> list[str | None] | None:
         values: list[str | None] = [None] * self.replicas
@@ -739,6 +781,12 @@ def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:
     if device.type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:gloo" if share_a_gpu else "cpu:gloo,cuda:nccl"
+
+
+def raise_failure(failed: Values) -> None:
+    """Raise the error that another replica has announced, if one has."""
+    for message in failed.values():
+        raise ReplicationError(message)
 
 
 def ended_group() -> WorkerError:

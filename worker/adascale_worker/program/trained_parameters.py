@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from adascale_worker.errors import ReplicationError
-from adascale_worker.membership.board import FAILED, Board, Values, raise_failure
 from adascale_worker.membership.links import PeersLostError
-from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
+from adascale_worker.membership.process_group import FAILED, INIT_TIMEOUT, ReplicaGroup, Values, raise_failure
 from adascale_worker.program.hyperparameters import Choice, Difference
 
 Flags = tuple[bool, ...]
@@ -36,7 +35,6 @@ class TrainedParameters:
         named = dict(model.named_parameters())
         self._names, self._parameters = list(named), list(named.values())
         self._group = group
-        self._board = Board(group)
         self._initial = self.flags = self._recorded = self._agreed = self.current()
         # `flags` are those of the last step, for which the statistics are; of several optimizers, for the
         # parameters of each those of its own last step.
@@ -144,7 +142,7 @@ class TrainedParameters:
         """
         if self._group.replicas == 1:
             return None
-        announced = self._announced(self._board.read(self._event) or {})
+        announced = self._announced(self._group.announced(self._event) or {})
         if self._group.rank in announced:
             return None
         for rank, (other_step, flags) in announced.items():
@@ -152,7 +150,7 @@ class TrainedParameters:
                 try:
                     self._require_same(self._agreed, rank, flags, f"after step {other_step}")
                 except ReplicationError as error:
-                    self._board.fail(str(error))
+                    self._group.announce(FAILED, str(error))
                     return str(error)
         return None
 
@@ -163,11 +161,11 @@ class TrainedParameters:
 
     def _agree(self, now: Flags, step: int) -> None:
         """Wait until all replicas have made the same change."""
-        group, board = self._group, self._board
+        group = self._group
         if group.replicas > 1:
-            board.announce(self._event, [self._changes, step, self._frozen(now)])
+            group.announce(self._event, [self._changes, step, self._frozen(now)])
             announced: dict[int, tuple[int, Flags]] = {}
-            for values, failed in board.poll(self._event, FAILED):
+            for values, failed in group.poll(self._event, FAILED):
                 announced = self._announced(values)
                 for rank, (_, flags) in announced.items():
                     self._require_same(now, rank, flags, f"after step {step}")
@@ -181,7 +179,7 @@ class TrainedParameters:
     def _end_waiting(self, step: int, announced: Collection[int]) -> NoReturn:
         """Raise an error, because not all replicas have made a change."""
         group = self._group
-        if not group.has_failed and self._board.read(FAILED) is not None:
+        if not group.has_failed and group.announced(FAILED) is not None:
             missing = min(set(range(group.replicas)) - set(announced))
             raise ReplicationError(
                 f"requires_grad of parameters was set on rank {group.rank} after step {step}, and "
