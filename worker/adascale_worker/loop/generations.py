@@ -169,7 +169,7 @@ class Generations(Context):
         Another controller has continued the job, such as `adascale run` on the checkpoints of a cluster. Then
         the service has to begin a later generation.
         """
-        later = self.checkpointing.later_generation(self.state.contents.info())
+        later = self.checkpointing.later_generation(self.state.info())
         if later is None or self.channel is None:
             return False
         if not self.group.is_main:

@@ -48,8 +48,7 @@ from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.reporting.reports import Telemetry
 from adascale_worker.state.program import ProgramState, Stateful
-from adascale_worker.state.state import State
-from adascale_worker.state.training import TrainerPart, TrainingState
+from adascale_worker.state.state import State, TrainerPart
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
@@ -72,9 +71,24 @@ class Training(Context):
         feed = DataFeed(settings.bounds, group, trained.seed, progress, trained.division, is_saved=is_saved)
         telemetry = _telemetry(trained)
         weights = FiniteWeights(optimizer, settings.max_nonfinite_steps, group)
-        contents = _contents(trained, feed, telemetry)
+        saved: dict[str, TrainerPart] = {
+            "plan": trained.planner,
+            "progress": progress,
+            "data": feed,
+            "step_times": telemetry.step_timer,
+            "division": trained.division,
+            "run": telemetry.run,
+            "attributes": ModuleAttributes(program.model),
+        }
         state = State(
-            contents, weights, trained.undo, progress, group, trained.checkpointing, trained.snapshot_memory
+            program,
+            saved,
+            trained.job.checkpoint_info,
+            weights,
+            trained.undo,
+            progress,
+            trained.checkpointing,
+            trained.snapshot_memory,
         )
         super().__init__(
             **vars(trained),
@@ -256,19 +270,6 @@ def _telemetry(trained: TrainedReplica) -> Telemetry:
         trained.tracker,
         trained.run,
     )
-
-
-def _contents(trained: TrainedReplica, feed: DataFeed, telemetry: Telemetry) -> TrainingState:
-    saved: dict[str, TrainerPart] = {
-        "plan": trained.planner,
-        "progress": trained.progress,
-        "data": feed,
-        "step_times": telemetry.step_timer,
-        "division": trained.division,
-        "run": telemetry.run,
-        "attributes": ModuleAttributes(trained.program.model),
-    }
-    return TrainingState(trained.group, trained.program, saved, trained.job.checkpoint_info)
 
 
 def _require_sharded(group: ReplicaGroup, parts: ProgramParts, scaler: torch.amp.GradScaler | None) -> None:

@@ -63,7 +63,7 @@ class Checkpointing:
         )
         self.interval = interval
         """Seconds between two checkpoints."""
-        self._group = group
+        self.group = group
         self._is_terminated = is_terminated
         self.is_unsaved = False
         """Whether rank 0 may not have saved the last checkpoint that it began, as far as is known."""
@@ -127,10 +127,10 @@ class Checkpointing:
         It is due at once if another replica has become rank 0 while the former one was saving, which may be
         lost.
         """
-        if self._was_main is False and self._group.is_main and self.is_unsaved:
+        if self._was_main is False and self.group.is_main and self.is_unsaved:
             self._saved_at = float("-inf")
-        self._was_main = self._group.is_main
-        age, self.is_unsaved = self._group.broadcast((time.monotonic() - self._saved_at, self.is_unsaved))
+        self._was_main = self.group.is_main
+        age, self.is_unsaved = self.group.broadcast((time.monotonic() - self._saved_at, self.is_unsaved))
         self._saved_at = time.monotonic() - age
 
     def postpone(self) -> None:
@@ -211,7 +211,7 @@ class Checkpointing:
             self._saved_at = time.monotonic()
             if not final and not durable:
                 self.is_unsaved = True
-                if self._group.rank == 0:
+                if self.group.rank == 0:
                     self.start(make_state(), info, weights, changed_by_step)
             else:
                 failure = None
@@ -220,7 +220,7 @@ class Checkpointing:
                     self.save_on_rank_0(info, make_state, wait=final, only_if_latest=only_if_latest)
                 except CheckpointError as error:
                     failure = str(error)
-                failure = self._group.broadcast(failure)
+                failure = self.group.broadcast(failure)
                 if failure is not None:
                     raise CheckpointError(failure)
                 self.is_unsaved = False
@@ -247,7 +247,7 @@ class Checkpointing:
             self._stored.processes.each(lambda: copy(state))
             return self._stored.save(self._snapshot, info, self.result, only_if_latest=only_if_latest)
 
-        if self.enabled and self._group.rank == 0:
+        if self.enabled and self.group.rank == 0:
             self.manifest = self._repeat(save) if wait else save()
             self._is_final_written = self._is_final_written or info.finished
 
@@ -344,7 +344,7 @@ class Checkpointing:
     def report_result(self, result: dict[str, float | str]) -> None:
         """Add to the result of training, and save it with the final checkpoint if that exists."""
         self.result.update(result)
-        if not self._is_final_written or not self._group.is_main:
+        if not self._is_final_written or not self.group.is_main:
             return
         if self._store is not None and self.manifest is not None:
             self.manifest = self._store.annotate(self.manifest, self.result)
@@ -378,7 +378,7 @@ class Checkpointing:
                 result = action()
             except StorageUnavailableError as error:
                 waited = time.monotonic() - begun
-                gives_up = waited > MAX_WAIT_FOR_STORAGE or self._group.has_failed or self._is_terminated()
+                gives_up = waited > MAX_WAIT_FOR_STORAGE or self.group.has_failed or self._is_terminated()
                 if self._stored.processes.lead(lambda gives_up=gives_up: gives_up):  # type: ignore[misc]
                     raise
                 if not has_reported:

@@ -7,11 +7,14 @@ So any number of processes can put the tensors together, or divide them among th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from adascale_worker.state.tree import InvalidSpecError
+import torch
+from torch import Tensor
+
+from adascale_worker.state.tree import InvalidSpecError, Tree
 
 KEY: Final = "shards"
 """Key of the description in a state."""
@@ -128,3 +131,47 @@ def _division(dimension: Any, shape: Any) -> Division:
     if not 0 <= division.dimension < len(division.shape) or min(division.shape) < 0:
         raise ValueError(f"dimension {dimension} of shape {shape}")
     return division
+
+
+def division_of(tensor: Any) -> Division | None:
+    """Return how a DTensor is divided; None if a module has gathered it, so that all processes have it."""
+    placement = tensor.placements[0]
+    return None if placement.is_replicate() else Division(int(placement.dim), tuple(tensor.shape))
+
+
+def with_local(template: Any, local: Tensor) -> Tensor:
+    """Return a DTensor like another one, with another tensor on this process, whose memory it uses."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=torch.Size(template.shape),
+        stride=template.stride(),
+    )
+
+
+def converted(state: Tree, convert: Callable[[Tensor, object], Tensor]) -> Tree:
+    """Return a state in which the tensors of the model and of the optimizer are converted."""
+    program = dict(state["program"])
+    optimizer = dict(program["optimizer"])
+    model = type(program["model"])()
+    for name, value in program["model"].items():
+        model[name] = convert(value, name) if isinstance(value, Tensor) else value
+    vars(model).update(vars(program["model"]) if hasattr(program["model"], "__dict__") else {})
+    optimizer["state"] = {
+        number: {
+            key: convert(value, number) if isinstance(value, Tensor) else value for key, value in kept.items()
+        }
+        for number, kept in optimizer["state"].items()
+    }
+    program["model"], program["optimizer"] = model, optimizer
+    return {**state, "program": program}
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return the shard of this process, if a tensor is sharded."""
+    local: Tensor = tensor.to_local().contiguous() if hasattr(tensor, "to_local") else tensor
+    return local.detach()

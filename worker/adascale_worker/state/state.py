@@ -1,18 +1,22 @@
-"""The state of training that a replica has: it is restored, transferred and saved here."""
+"""The state of training that a replica has, with all that a trainer needs to continue bit for bit.
+
+If the model is sharded over the processes of a replica, each process has the state with its own shards in
+place of whole tensors. It is exchanged with the same process of the other replicas, and is that process's
+part of a checkpoint.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from adascale_core.errors import AdaScaleError
-from adascale_worker.errors import CheckpointError, NonFiniteWeightsError
+from adascale_worker.errors import CheckpointError, NonFiniteWeightsError, UnusableCheckpointError
 from adascale_worker.membership.links import PeersLostError, StateNumber
-from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.scaling.statistics.norms import local_shard
@@ -24,9 +28,11 @@ from adascale_worker.state.exchange import (
     routes,
     send,
 )
+from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.shards import KEY, Shards, converted, division_of, local_part, with_local
 from adascale_worker.state.snapshot_memory import KeptSnapshot, NoSnapshotMemoryError, SnapshotMemory
-from adascale_worker.state.training import TrainingState
+from adascale_worker.state.store import CheckpointInfo
 from adascale_worker.state.tree import TensorIndex, Tree, on_host
 
 SNAPSHOT_SHARE = 0.02
@@ -46,6 +52,16 @@ class Undo(Protocol):
         """Put it back."""
 
 
+class TrainerPart(Protocol):
+    """A part of the trainer that has a state."""
+
+    def state_dict(self) -> Any:
+        """Return the state, as tensors, numbers, strings, lists and dicts."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore a saved state."""
+
+
 class State:
     """The state of training of this replica. See `membership.generations.MemberState`.
 
@@ -55,19 +71,25 @@ class State:
 
     def __init__(
         self,
-        contents: TrainingState,
+        program: ProgramState,
+        parts: Mapping[str, TrainerPart],  # of the trainer, by name
+        info: Callable[[], CheckpointInfo],
         weights: FiniteWeights,
         undo: Undo,
         progress: TrainingProgress,
-        group: ReplicaGroup,
         checkpointing: Checkpointing,
         memory: SnapshotMemory | None,  # of the agent
     ) -> None:
-        self.contents = contents
+        self._program = program
+        self._parts = parts
+        self.info = info
+        """Returns the description of a checkpoint of the present state."""
+        self._replaced: Mapping[str, Any] = {}
+        """Parts that are saved in place of those in memory, such as from before an unfinished step."""
         self._weights = weights
         self._undo = undo
         self._progress = progress
-        self._group = group
+        self._group = checkpointing.group
         self._checkpointing = checkpointing
         self._memory = memory
         self.generation: int | None = None
@@ -93,6 +115,91 @@ class State:
         before = self._undo.state["progress"]
         return self.generation, before["step"], before["consumed"]
 
+    # -- contents -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Tree:
+        """Return the state, with the shards of this process in place of whole tensors.
+
+        Its tensors are the program's own, not copies.
+        """
+        state = {
+            "program": self._program.state_dict(),
+            # Not with the program, whose state is copied in each step of several optimizers.
+            "parameters": self._program.parameter_names(),
+            "trained": self._program.trained.state_dict(),
+            **{name: part.state_dict() for name, part in self._parts.items()},
+            **self._replaced,
+        }
+        return converted(state, lambda tensor, _: local_part(tensor)) if self._group.has_mesh else state
+
+    @property
+    def _shards(self) -> Shards | None:
+        """The part of the state that this process has; None if it has the whole state."""
+        if not self._group.has_mesh:
+            return None
+        own = self._group.own
+        found = {key: division_of(tensor) for key, tensor in self._distributed_tensors().items()}
+        divided = {key: division for key, division in found.items() if division is not None}
+        return Shards(
+            own.rank,
+            own.count,
+            {key: each for key, each in divided.items() if isinstance(key, str)},
+            {key: each for key, each in divided.items() if isinstance(key, int)},
+        )
+
+    def _for_checkpoint(self) -> Tree:
+        """Return the state, or the part of it that this process has with its description, as it is saved."""
+        shards = self._shards
+        if shards is None or shards.count == 1:
+            return self.state_dict()
+        return {**self.state_dict(), KEY: shards.to_state()}
+
+    def load_state_dict(self, state: Tree) -> None:
+        """Restore a saved state. Tensors that `Checkpointing.load` has returned whole are divided.
+
+        The batch plan is the saved one; `BatchPlanner.adapt` makes it valid for the present replicas.
+        """
+        if self._group.has_mesh:
+            state = self._distributed(state)
+        parts = (*self._parts, "program", "parameters", "trained")
+        if missing := [name for name in parts if name not in state]:
+            raise UnusableCheckpointError(
+                f"the saved state lacks {', '.join(missing)}: another version of adascale-operator has saved "
+                "it. Continue with that version, or with an empty checkpoint folder"
+            )
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        load_model(self._program.model, state["program"]["model"])
+        self._program.load_state_dict(state["program"])
+        self._program.require_parameters(state["parameters"])
+        self._program.load_trained(state["trained"])
+
+    def _distributed(self, state: Tree) -> Tree:
+        """Return a state with the DTensors of this process in place of their shards."""
+        own = self._group.own
+        templates = self._distributed_tensors()
+
+        def distributed(tensor: Tensor, key: object) -> Tensor:
+            template = templates.get(key)
+            if template is None or tensor.dim() == 0:
+                return tensor
+            division, shape = division_of(template), tuple(template.shape)
+            if division is not None:
+                start, stop = division.extent(own.rank, own.count)
+                if tuple(tensor.shape) == shape:
+                    tensor = tensor.narrow(division.dimension, start, stop - start).contiguous()
+                shape = division.part_shape((start, stop))
+            is_own = tuple(tensor.shape) == shape
+            return with_local(template, tensor.to(self._group.device)) if is_own else tensor
+
+        return converted(state, distributed)
+
+    def _distributed_tensors(self) -> dict[object, Any]:
+        """Return the DTensors of the state of the model by name, and those of the optimizer by number."""
+        parameters = [p for group in self._program.optimizer.param_groups for p in group["params"]]
+        found = (*self._program.model.state_dict().items(), *enumerate(parameters))
+        return {key: each for key, each in found if hasattr(each, "device_mesh")}
+
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def save(self, *, final: bool = False, durable: bool = False, alone: bool = False) -> None:
@@ -103,13 +210,13 @@ class State:
         if final or (durable and self._checkpointing.enabled):
             self.require_finite_weights()
         self._checkpointing.save(
-            self.contents.info(),
-            self.contents.for_checkpoint,
+            self.info(),
+            self._for_checkpoint,
             final=final,
             durable=durable,
             only_if_latest=alone,
             weights=self._weights.weights(),
-            changed_by_step=_tensors_of(self.contents.program.optimizer.state),
+            changed_by_step=_tensors_of(self._program.optimizer.state),
         )
 
     def save_if_possible(self, *, alone: bool = False) -> bool:
@@ -129,7 +236,7 @@ class State:
 
     def save_on_rank_0(self) -> None:
         """Save the state before this returns, without a collective call of the replicas."""
-        self._checkpointing.save_on_rank_0(self.contents.info(), self.contents.for_checkpoint)
+        self._checkpointing.save_on_rank_0(self.info(), self._for_checkpoint)
 
     def save_before_leaving(self) -> None:
         """Save the state of a trainer that waits for a generation, and leaves."""
@@ -148,7 +255,7 @@ class State:
             self._undo.restore()
         else:
             self._progress.load_state_dict(before["progress"])
-            self.contents.replaced = before
+            self._replaced = before
         return self.save_alone()
 
     def require_finite_weights(self) -> None:
@@ -162,13 +269,13 @@ class State:
         self._receive_memory.clear()
         self._kept = kept = self._memory.newest() if self._memory is not None else None
         since = None if kept is None else kept.number
-        state = self._checkpointing.load(self.contents.shards, wait=wait, since=since)
+        state = self._checkpointing.load(self._shards, wait=wait, since=since)
         if state is None and kept is not None:
             try:
                 return kept.read()
             except CheckpointError as error:
                 _print_unusable_copy(error)
-                state = self._checkpointing.load(self.contents.shards, wait=wait)
+                state = self._checkpointing.load(self._shards, wait=wait)
         self._kept = None
         return state
 
@@ -186,19 +293,19 @@ class State:
             return
         kept = self._kept
         if kept is None or self._memory is None:
-            self.contents.load_state_dict(state)
+            self.load_state_dict(state)
             return
         self._memory.begin_restoring(kept)
         try:
-            self.contents.load_state_dict(state)
+            self.load_state_dict(state)
         except AdaScaleError as error:
             self._memory.release()
             self._kept = None
             _print_unusable_copy(error)
-            checkpoint = self._checkpointing.load(self.contents.shards, wait=True)
+            checkpoint = self._checkpointing.load(self._shards, wait=True)
             if checkpoint is None:
                 raise
-            self.contents.load_state_dict(checkpoint)
+            self.load_state_dict(checkpoint)
             return
         self._memory.end_restoring(kept)
         self._checkpointing.keep_result(kept.result)
@@ -230,9 +337,7 @@ class State:
         pause = 0.0
         try:
             if self._weights.are_finite():
-                self._memory.save(
-                    self.contents.state_dict(), self.contents.info(), self._checkpointing.result
-                )
+                self._memory.save(self.state_dict(), self.info(), self._checkpointing.result)
                 self._report_lack("")
         except NoSnapshotMemoryError as error:
             self._memory.release()
@@ -264,7 +369,7 @@ class State:
 
     def prepare_to_receive(self) -> None:
         """Prepare memory on the host for the state of the other members, before they wait."""
-        program = self.contents.program
+        program = self._program
         self._initial_weights = InitialWeights(program.model)
         self._receive_memory = ReceiveMemory(
             expected_sizes(program.model, program.optimizer, self._initial_weights.names)
@@ -294,8 +399,8 @@ class State:
         try:
             if route.source is None:
                 assert route.target is not None
-                self.contents.program.optimizer.discard_comparison()
-                send(group, route.target, self.contents.state_dict(), device=device)
+                self._program.optimizer.discard_comparison()
+                send(group, route.target, self.state_dict(), device=device)
             else:
                 if device.type == "cpu":
                     # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
@@ -311,7 +416,7 @@ class State:
         if device.type != "cpu":
             # As from a checkpoint: the program's objects may keep the tensors that they get.
             state["program"]["registered"] = on_host(state["program"]["registered"])
-        self.contents.load_state_dict(state)
+        self.load_state_dict(state)
         self._initial_weights = None
 
     def _places_for(self, spec: bytes) -> dict[int, Tensor]:
