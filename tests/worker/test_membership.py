@@ -118,7 +118,7 @@ def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_o
 def test_a_killed_member_costs_no_step_and_no_bit(
     make_members: Callable[..., Members], victim: int, width: int, gpus: int
 ) -> None:
-    """Large weights are received into those of the replacement's model."""
+    """Large weights are received into memory that the replacement has prepared."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     options = {

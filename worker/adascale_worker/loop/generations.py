@@ -141,8 +141,8 @@ class Generations(Context):
         group.settle(failed=is_elsewhere)
         if group.rank == 0 and failure is None:
             try:
-                self.state.restore(loaded)
                 if loaded is not None:
+                    self.state.restore(loaded)
                     self.feed.begin_from_checkpoint()
             except AdaScaleError as error:
                 failure = described_error(error, SHARED_ERRORS)

@@ -6,7 +6,7 @@ member sends the state at most once, and the time of a transfer hardly grows wit
 
 The sender sends the structure of its state, then its tensors in chunks, from where they are. A receiver
 allocates the tensors and loads them when all have arrived, so a transfer that fails leaves its previous state
-intact. One without a state receives large weights into those of its model, of which it keeps a copy.
+intact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from torch.distributed import Work
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.scaling.statistics.norms import local_shard
-from adascale_worker.state.tree import TensorLayout, flatten, layout_of, layouts, unflatten
+from adascale_worker.state.tree import TensorLayout, flatten, layouts, unflatten
 
 SMALL: Final = 1 << 20
 """Bytes of a tensor up to which it is sent together with others, and no memory is prepared for it."""
@@ -65,84 +65,14 @@ class ReceiveMemory:
         self._free.clear()
 
 
-class InitialWeights:
-    """A copy of a model's large tensors, or of its shards of them, so that a state can be received into them.
-
-    The others would wait longer if a new replica received the weights elsewhere and then copied them.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        tensors = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
-        saved = model.state_dict()
-        # One object for each tensor, also if it has several names.
-        shards = {tensor: local_shard(tensor) for tensor in tensors.values()}
-        self._tensors = {
-            name: shards[tensor]
-            for name, tensor in tensors.items()
-            if shards[tensor].nbytes > SMALL
-            and shards[tensor].is_contiguous()
-            and _is_same(shards[tensor], saved.get(name))
-        }
-        self._copies = {shard: shard.clone() for shard in set(self._tensors.values())}
-        self._is_received = False
-
-    @property
-    def names(self) -> set[str]:
-        """The names of the tensors in the model's state."""
-        return set(self._tensors)
-
-    def places(self, numbers: Mapping[str, int], expected: Sequence[TensorLayout]) -> dict[int, Tensor]:
-        """Return the tensors of the model to receive a state into, by their numbers in that state.
-
-        From now on, their contents are undefined until a state is loaded, or they are put back.
-        """
-        found: dict[int, set[Tensor | None]] = defaultdict(set)
-        for name, number in numbers.items():
-            # The members that have the state may use one tensor by several names.
-            found[number].add(self._tensors.get(name))
-        places: dict[int, Tensor] = {}
-        for number, (tensor, *others) in found.items():
-            if tensor is not None and not others and expected[number] == layout_of(tensor):
-                places[number] = tensor
-        self._is_received = True
-        return places
-
-    def put_back(self) -> None:
-        """Give the model its initial weights again, after a state that has not arrived completely."""
-        if self._is_received:
-            with torch.no_grad():
-                for tensor, copy in self._copies.items():
-                    tensor.copy_(copy)
-            self._is_received = False
-
-
-def _is_same(tensor: Tensor, saved: object) -> bool:
-    if not isinstance(saved, Tensor):
-        return False
-    shard = local_shard(saved)
-    return (
-        type(shard) is Tensor
-        and shard.data_ptr() == tensor.data_ptr()
-        and (shard.dtype, shard.shape, shard.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-    )
-
-
-def expected_sizes(
-    model: torch.nn.Module, optimizer: HasGroups, received_in_place: Collection[str] = ()
-) -> list[int]:
+def expected_sizes(model: torch.nn.Module, optimizer: HasGroups) -> list[int]:
     """Return the bytes of the tensors that a model and its optimizer have after some steps, on this process.
 
     The states of the optimizer do not exist before its first step. Those that SGD, Adam and AdamW make are
     known. A wrong expectation costs time and memory until the replica has joined, and nothing else.
     """
-    sizes = [
-        local_shard(tensor).nbytes
-        for name, tensor in model.state_dict().items()
-        if isinstance(tensor, Tensor) and name not in received_in_place
-    ]
+    tensors = [each for each in model.state_dict().values() if isinstance(each, Tensor)]
+    sizes = [local_shard(tensor).nbytes for tensor in tensors]
     for group in optimizer.param_groups:
         copies = _states_per_parameter(group)
         for parameter in group["params"]:
@@ -217,14 +147,7 @@ def send(group: ReplicaGroup, target: int, state: Any, *, device: torch.device) 
     link.finish()
 
 
-def receive(
-    group: ReplicaGroup,
-    route: Route,
-    *,
-    device: torch.device,
-    memory: ReceiveMemory,
-    places: Callable[[bytes], Mapping[int, Tensor]] = lambda _: {},
-) -> Any:
+def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: ReceiveMemory) -> Any:
     """Return the state that comes from another member, and pass it on."""
     link = _Link(group, route.source, route.target)
     length = torch.zeros(1, dtype=torch.int64, device=device)
@@ -234,19 +157,17 @@ def receive(
     link.exchange(document)
     link.wait_until_received()
     spec = document.cpu().numpy().tobytes()
-    expected, placed = layouts(spec), places(spec)
+    expected = layouts(spec)
     tensors: list[Tensor] = []
     for part in _parts([layout.bytes for layout in expected]):
         together = expected[part]
         if together[0].bytes > SMALL:
             (layout,) = together
-            tensor = placed.get(part.start)
-            if tensor is None:
-                tensor = (
-                    memory.tensor(layout)
-                    if device.type == "cpu"
-                    else torch.empty(layout.shape, dtype=layout.dtype, device=device)
-                )
+            tensor = (
+                memory.tensor(layout)
+                if device.type == "cpu"
+                else torch.empty(layout.shape, dtype=layout.dtype, device=device)
+            )
             link.exchange(_bytes_of(tensor))
             tensors.append(tensor)
             continue

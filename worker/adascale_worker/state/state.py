@@ -21,7 +21,6 @@ from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_messa
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.state.exchange import (
-    InitialWeights,
     ReceiveMemory,
     expected_sizes,
     receive,
@@ -33,7 +32,7 @@ from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.shards import KEY, Shards, converted, division_of, local_part, with_local
 from adascale_worker.state.snapshot_memory import KeptSnapshot, NoSnapshotMemoryError, SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
-from adascale_worker.state.tree import TensorIndex, Tree, on_host
+from adascale_worker.state.tree import Tree, on_host
 
 SNAPSHOT_SHARE = 0.02
 """The largest share of the time that copies for the agent may take."""
@@ -97,8 +96,6 @@ class State:
         self.was_restored = False
         """Whether training has continued from a checkpoint, or from the state of other members."""
         self._receive_memory = ReceiveMemory()
-        self._initial_weights: InitialWeights | None = None
-        """Kept by a replica that joins others, until it has a state."""
         self._kept: KeptSnapshot | None = None
         """The copy of the agent that is restored, because it is later than the last checkpoint."""
         self._next_copy_at: float | None = None
@@ -285,12 +282,8 @@ class State:
         manifest = self._checkpointing.manifest
         return manifest is not None and manifest.finished and self._kept is None
 
-    def restore(self, state: Tree | None) -> None:
-        """Restore what `load` has returned: without anything, the weights that the model was made with."""
-        if state is None:
-            if self._initial_weights is not None:
-                self._initial_weights.put_back()
-            return
+    def restore(self, state: Tree) -> None:
+        """Restore what `load` has returned."""
         kept = self._kept
         if kept is None or self._memory is None:
             self.load_state_dict(state)
@@ -370,16 +363,12 @@ class State:
     def prepare_to_receive(self) -> None:
         """Prepare memory on the host for the state of the other members, before they wait."""
         program = self._program
-        self._initial_weights = InitialWeights(program.model)
-        self._receive_memory = ReceiveMemory(
-            expected_sizes(program.model, program.optimizer, self._initial_weights.names)
-        )
+        self._receive_memory = ReceiveMemory(expected_sizes(program.model, program.optimizer))
 
     def begin_generation(self, generation: int) -> None:
         """Release what was prepared: all members have the same state, and keep it for each other."""
         self.generation = generation
         self._receive_memory.clear()
-        self._initial_weights = None
         self._checkpointing.begin_generation()
         if self._memory is not None and self._group.replicas > 1:
             self._memory.release()
@@ -406,7 +395,7 @@ class State:
                     # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
                     self._checkpointing.release_memory()
                 memory = self._receive_memory
-                state = receive(group, route, device=device, memory=memory, places=self._places_for)
+                state = receive(group, route, device=device, memory=memory)
         except PeersLostError:
             failed = True
         # All processes of a replica use what they have received, or none.
@@ -417,14 +406,6 @@ class State:
             # As from a checkpoint: the program's objects may keep the tensors that they get.
             state["program"]["registered"] = on_host(state["program"]["registered"])
         self.load_state_dict(state)
-        self._initial_weights = None
-
-    def _places_for(self, spec: bytes) -> dict[int, Tensor]:
-        """Return the tensors that a state is received into, by their numbers in its structure."""
-        if self._initial_weights is None:
-            return {}
-        index = TensorIndex(spec)
-        return self._initial_weights.places(index.numbers_in(("program", "model")), index.layouts)
 
 
 def _print_unusable_copy(error: AdaScaleError) -> None:

@@ -125,16 +125,6 @@ class TensorIndex:
         """Return the numbers of all tensors at and below a path of keys."""
         return {place.number for place in self._places if place.path[: len(path)] == path}
 
-    def numbers_in(self, path: tuple[str, ...]) -> dict[str, int]:
-        """Return the numbers of the tensors in a mapping by their keys, without those at other places too."""
-        found = {
-            str(place[-1]): number
-            for place, number in self.numbers.items()
-            if place[:-1] == path and isinstance(place[-1], str)
-        }
-        inside = Counter(found.values())
-        return {key: number for key, number in found.items() if inside[number] == self.uses[number]}
-
     def names(self) -> list[str]:
         """Return a name for each tensor: its path in the state, the parts separated by dots."""
         names: dict[int, str] = {}
