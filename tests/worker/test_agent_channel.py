@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from adascale_core.messages.channel import Assignment, Hold, Limited, Release, Terminate, encode
 from adascale_worker.membership.agent_channel import AgentChannel
-from adascale_worker.membership.generations import FollowerChannel
+from adascale_worker.membership.generations import FollowerChannel, Membership
 
 LONG = 60.0
 """Seconds that no wait of these tests may take."""
@@ -57,7 +58,7 @@ def test_a_message_that_arrived_before_the_wait_ends_it(
 ) -> None:
     channel, agent = connection
     receiver = Receiver()
-    channel.start(receiver)
+    channel.start(cast(Membership, receiver))
     agent.sendall(encode(Release(3, last=True)) + encode(Hold(4)))
     assert receiver.received.get(timeout=LONG) == Hold(4)
     began = time.monotonic()
@@ -75,7 +76,7 @@ def test_a_trainer_saves_and_exits_when_its_agent_requests_it_or_is_gone(
 ) -> None:
     channel, agent = connection
     receiver = Receiver()
-    channel.start(receiver)
+    channel.start(cast(Membership, receiver))
     agent.sendall(encode(Terminate()))
     assert receiver.received.get(timeout=LONG) == Terminate()
     assert not channel.is_closed

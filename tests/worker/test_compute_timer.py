@@ -9,16 +9,17 @@ from adascale_core.batch.plans import BatchPlan
 from adascale_core.performance.slow_replica import WINDOW
 from adascale_worker.gradients.step_times import ComputeTimer, StepTimes
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.device import HostClock
+from adascale_worker.process.device import DeviceClock
 from adascale_worker.process.environment import RankAssignment
 
 PLACE = (1, BatchPlan(2, 8, 1))
 
 
-class LateClock:
+class LateClock(DeviceClock):
     """A clock of a device that passes a mark when `reached` is set to its time."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.now = self.reached = 0.0
 
     def mark(self) -> float:
@@ -83,7 +84,7 @@ def test_times_of_other_replicas_or_of_another_batch_do_not_count() -> None:
 
 def test_the_exchange_of_gradients_is_timed_and_returned_once() -> None:
     group = ReplicaGroup(RankAssignment(0, 2), torch.device("cpu"))
-    times = StepTimes(group, HostClock())
+    times = StepTimes(group, DeviceClock())
     for _ in range(2):
         with times.measured_exchange():
             assert times.sync_time() is None, "of a step that is complete"

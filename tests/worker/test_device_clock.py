@@ -11,20 +11,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.process.device import CudaClock, HostClock, PendingTimes, clock_of
+from adascale_worker.process.device import DeviceClock, PendingTimes
 from adascale_worker.reporting.progress import StepTimer
 from support.training import WAITS
 
 GPU = torch.device("cuda", 0)
 
 
-def test_each_device_has_its_clock() -> None:
-    assert isinstance(clock_of(torch.device("cpu")), HostClock)
-    assert isinstance(clock_of(GPU), CudaClock)
-
-
 def test_the_clock_of_the_host_measures_what_has_happened_between_two_marks() -> None:
-    clock = HostClock()
+    clock = DeviceClock()
     before = time.perf_counter()
     start = clock.mark()
     inside = time.perf_counter()
@@ -37,7 +32,7 @@ def test_the_clock_of_the_host_measures_what_has_happened_between_two_marks() ->
 
 
 def test_a_measurement_has_the_time_of_all_its_spans() -> None:
-    pending: PendingTimes[str] = PendingTimes(HostClock())
+    pending: PendingTimes[str] = PendingTimes(DeviceClock())
     pending.add("exchanges", (1.0, 2.0), (5.0, 5.5))
     pending.add("none")
     assert list(pending.take()) == [("exchanges", 1.5), ("none", 0.0)]
@@ -64,7 +59,7 @@ def work() -> Callable[[], object]:
 def test_events_agree_with_the_clock_of_the_host_around_a_synchronized_device(
     work: Callable[[], object],
 ) -> None:
-    clock = CudaClock(GPU)
+    clock = DeviceClock(GPU)
     for _ in range(3):
         torch.cuda.synchronize(GPU)
         before = time.perf_counter()
@@ -79,7 +74,7 @@ def test_events_agree_with_the_clock_of_the_host_around_a_synchronized_device(
 
 @pytest.mark.gpu
 def test_a_mark_is_passed_when_the_device_has_done_the_work_before_it(work: Callable[[], object]) -> None:
-    clock = CudaClock(GPU)
+    clock = DeviceClock(GPU)
     start = clock.mark()
     for _ in range(20):
         work()
@@ -91,7 +86,7 @@ def test_a_mark_is_passed_when_the_device_has_done_the_work_before_it(work: Call
 
 @pytest.mark.gpu
 def test_marks_are_recorded_in_the_current_stream(work: Callable[[], object]) -> None:
-    clock, side = CudaClock(GPU), torch.cuda.Stream(GPU)
+    clock, side = DeviceClock(GPU), torch.cuda.Stream(GPU)
     for _ in range(20):
         work()
     with torch.cuda.stream(side):
@@ -103,7 +98,7 @@ def test_marks_are_recorded_in_the_current_stream(work: Callable[[], object]) ->
 
 @pytest.mark.gpu
 def test_timing_steps_never_waits_for_the_device(work: Callable[[], object]) -> None:
-    clock, steps = CudaClock(GPU), 30
+    clock, steps = DeviceClock(GPU), 30
 
     def waits(after_step: Callable[[], object]) -> tuple[int, StepTimer]:
         timer = StepTimer(clock=clock)

@@ -339,14 +339,11 @@ def test_the_state_can_be_saved_while_a_kernel_does_not_end() -> None:
     torch.cuda._sleep(1 << 33)  # some seconds
     done.record()
 
-    class Observer:
-        def peers_lost(self, generation: int) -> None: ...
+    def save() -> bool:
+        snapshot.copy({"weight": weight.detach()}, weights=[weight.detach()])
+        return finite.are_finite() and torch.equal(snapshot.weights[0], expected)
 
-        def save_beside(self) -> bool:
-            snapshot.copy({"weight": weight.detach()}, weights=[weight.detach()])
-            return finite.are_finite() and torch.equal(snapshot.weights[0], expected)
-
-    group.begin_generation(Observer())
+    group.observe(None, save)
     assert group._save_beside()
     assert not done.query()
     torch.cuda.synchronize(device)

@@ -171,8 +171,7 @@ def test_a_group_fails_also_if_its_communicator_cannot_be_aborted(
 def test_a_failure_that_is_noticed_late_ends_no_later_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     group = ReplicaGroup(RankAssignment(0, 2), torch.device("cpu"), is_elastic=True)
     lost: list[int] = []
-    observer = SimpleNamespace(peers_lost=lost.append, save_beside=bool)
-    group.begin_generation(observer)
+    group.observe(lost.append, bool)
     group.generation = 3
 
     def form_the_next(*_: object) -> None:

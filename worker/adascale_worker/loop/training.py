@@ -35,7 +35,7 @@ from adascale_worker.loop.training_loop import TrainingLoop
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
-from adascale_worker.process.device import clock_of, find_fault, monitor_of
+from adascale_worker.process.device import DeviceClock, find_fault, monitor_of
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
@@ -237,7 +237,7 @@ def _trained_replica(
         OptimizerGradients(name, each, clipped, group, has_several_passes=parts.are_several)
         for name, each in elastic.items()
     ]
-    times = StepTimes(group, clock_of(replica.device))
+    times = StepTimes(group, DeviceClock(replica.device))
     accumulation = Accumulation(
         gradients, group, failure, division, loop, program.trained, times, lambda: progress.step
     )
@@ -263,7 +263,7 @@ def _telemetry(trained: TrainedReplica) -> Telemetry:
         trained.job.settings.bounds,
         trained.group,
         make_reporter,
-        clock_of(trained.device),
+        DeviceClock(trained.device),
         trained.accelerator,
         trained.times.sync_time,
         monitor_of(trained.device),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from adascale_core.messages.channel import (
     AgentMessage,
@@ -23,21 +23,8 @@ from adascale_core.messages.channel import (
     encode,
 )
 
-
-class MessageReceiver(Protocol):
-    """Receives the messages of the agent, in a thread."""
-
-    def assign(self, assignment: Assignment) -> None:
-        """Prepare for an assignment, which `AgentChannel.newest` returns next."""
-
-    def hold(self, generation: int) -> None:
-        """Leave a generation that the service has ended."""
-
-    def terminate(self) -> None:
-        """Save and exit: the agent requests it, or is gone.
-
-        The death of an agent ends its child process, which may be a shell that has started this one.
-        """
+if TYPE_CHECKING:
+    from adascale_worker.membership.generations import Membership
 
 
 class AgentChannel:
@@ -55,7 +42,7 @@ class AgentChannel:
         """Whether the agent has closed the connection."""
         self._sending = threading.Lock()
 
-    def start(self, receiver: MessageReceiver) -> None:
+    def start(self, receiver: Membership) -> None:
         """Start to receive messages, for `receiver`, in a thread."""
         threading.Thread(
             target=self._receive, args=[receiver], name="adascale-agent-channel", daemon=True
@@ -86,15 +73,16 @@ class AgentChannel:
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(encode(message))
 
-    def _receive(self, receiver: MessageReceiver) -> None:
+    def _receive(self, receiver: Membership) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 self._handle(agent_message(line), receiver)
         self.is_closed = True
+        # The death of an agent ends its child process, which may be a shell that has started this one.
         receiver.terminate()
         self.notify()
 
-    def _handle(self, message: AgentMessage | None, receiver: MessageReceiver) -> None:
+    def _handle(self, message: AgentMessage | None, receiver: Membership) -> None:
         match message:
             case Refuse(reason):
                 self.refusal = reason

@@ -26,7 +26,7 @@ from adascale_core.messages.channel import (
 )
 from adascale_core.names import LIMIT_FILE_SUFFIX
 from adascale_worker.errors import WorkerError
-from adascale_worker.membership.agent_channel import AgentChannel, MessageReceiver
+from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.links import (
     Formation,
     MembershipLinks,
@@ -51,7 +51,7 @@ class FollowerChannel(AgentChannel):
         self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
         self.newest, self.refusal, self.is_closed = None, None, False
 
-    def start(self, receiver: MessageReceiver) -> None:
+    def start(self, receiver: Membership) -> None:
         """Receive nothing."""
 
     def send(self, message: TrainerMessage) -> None:
@@ -140,7 +140,7 @@ class Membership:
     def start(self) -> None:
         """Report to the agent that this trainer is ready for its first generation."""
         self._group.watch_processes()
-        self._group.begin_generation(self)
+        self._group.observe(self.peers_lost, self._state.save_beside)
         self._channel.start(self)
         port = self._connection.listener.getsockname()[1]
         self._channel.send(Ready(port, self._connection.accelerator, os.getpid()))
@@ -216,10 +216,6 @@ class Membership:
         links = self._links
         if links is not None and links.assignment.generation == generation:
             links.break_up()
-
-    def save_beside(self) -> bool:
-        """Save the state in a thread, while the main thread cannot leave a collective call."""
-        return self._state.save_beside()
 
     @property
     def _step(self) -> int | None:
@@ -385,7 +381,7 @@ class Membership:
 
     def close(self) -> None:
         """Send `leave` to the other members."""
-        self._group.begin_generation(None)
+        self._group.observe(None, None)
         self._close_earlier_links()
         for links in (self._links, self._next_links):
             if links is not None:

@@ -10,7 +10,6 @@ same call that members are lost: a failure in one process takes effect at the ne
 from __future__ import annotations
 
 import contextlib
-import functools
 import hmac
 import itertools
 import json
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,6 @@ from adascale_worker.torch_private.distributed import (
     tcp_store,
 )
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 INIT_TIMEOUT = timedelta(minutes=5)
@@ -77,30 +75,6 @@ FORM = "form"
 
 _NUMBERS = itertools.count()
 """Numbers the groups of this process: all replicas make them in the same order."""
-
-
-class GroupObserver(Protocol):
-    """Is notified when the members of a generation can no longer communicate."""
-
-    def peers_lost(self, generation: int) -> None:
-        """Communication has failed. Called once per generation, in any thread, maybe after its end."""
-
-    def save_beside(self) -> bool:
-        """Save the state without the other replicas, and return whether it is saved.
-
-        Called in a thread before the process ends, while the main thread cannot leave a collective call.
-        """
-
-
-def _decided(
-    method: Callable[Concatenate[ReplicaGroup, P], T],
-) -> Callable[Concatenate[ReplicaGroup, P], T]:
-    """Let the leaders call a method, and return what it has returned on all processes of their replicas."""
-
-    def decide(self: ReplicaGroup, /, *arguments: P.args, **named: P.kwargs) -> T:
-        return self._decide(lambda: method(self, *arguments, **named))
-
-    return functools.update_wrapper(decide, method)
 
 
 class ReplicaGroup:
@@ -140,7 +114,8 @@ class ReplicaGroup:
         # Groups of one process share a store, unless each generation has its own.
         self._number = 0 if is_elastic else next(_NUMBERS)
         self._peer_timeout = peer_timeout
-        self._observer: GroupObserver | None = None
+        self._on_failure: Callable[[int], None] | None = None
+        self._save: Callable[[], bool] | None = None
         self.device = device
         # torchrun starts as many on each node; with an agent, the members find out.
         self._share_a_gpu = device.type == "cuda" and assignment.local_replicas > torch.cuda.device_count()
@@ -220,9 +195,13 @@ class ReplicaGroup:
         if self._replica_store is not None and self.processes > 1 and self._peer_timeout is not None:
             self.own.watch(f"{self._replica_store}-alive", self._peer_timeout)
 
-    def begin_generation(self, observer: GroupObserver | None) -> None:
-        """Notify `observer` if communication fails from now on. None: nobody."""
-        self._observer = observer
+    def observe(self, on_failure: Callable[[int], None] | None, save: Callable[[], bool] | None) -> None:
+        """From now on, call `on_failure` with a generation in which members cannot communicate any more.
+
+        It is called once, in any thread, maybe after the generation has ended. `save` saves the state without
+        the other replicas, and returns whether it is saved. It is called in a thread before the process ends.
+        """
+        self._on_failure, self._save = on_failure, save
 
     def open_store(self, address: str) -> tuple[TCPStore, int]:
         """On rank 0: open the store of a generation."""
@@ -436,8 +415,8 @@ class ReplicaGroup:
                 lambda: not self._failed or self.generation != generation, self._save_beside
             )
         # Before the next call, which may take long.
-        if self._observer is not None:
-            self._observer.peers_lost(generation)
+        if self._on_failure is not None:
+            self._on_failure(generation)
         with self._aborting:
             if self.device.type == "cuda" and self._formed and self.replicas > 1 and not self._share_a_gpu:
                 try:
@@ -448,12 +427,12 @@ class ReplicaGroup:
 
     def _save_beside(self) -> bool:
         """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
-        if self._observer is None:
+        if self._save is None:
             return False
         if self.device.type != "cuda":
-            return self._observer.save_beside()
+            return self._save()
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            return self._observer.save_beside()
+            return self._save()
 
     def be_alone(self) -> None:
         """Let this replica save its state alone: its generation has ended, and it leaves."""
@@ -555,13 +534,16 @@ class ReplicaGroup:
 
     # -- communication ------------------------------------------------------------------------------------
 
-    @_decided
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on all ranks. It consists of what JSON has, so that it can't run code."""
-        if self.replicas == 1:
-            return value
-        with self._guarded():
-            return ReplicaMessages(self.process_group, self.device).share(value)
+
+        def share() -> Any:
+            if self.replicas == 1:
+                return value
+            with self._guarded():
+                return ReplicaMessages(self.process_group, self.device).share(value)
+
+        return self._decide(share)
 
     @property
     def transfer_device(self) -> torch.device:
@@ -585,26 +567,25 @@ class ReplicaGroup:
         with self._guarded():
             work.wait()
 
-    @_decided
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`."""
-        if self.replicas == 1:
-            return [value]
-        with self._guarded():
-            return ReplicaMessages(self.process_group, self.device).gather(value)
 
-    @_decided
+        def gather() -> list[Any]:
+            if self.replicas == 1:
+                return [value]
+            with self._guarded():
+                return ReplicaMessages(self.process_group, self.device).gather(value)
+
+        return self._decide(gather)
+
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return the elementwise sums of all ranks' `numbers`, on all ranks.
 
         They are exchanged in the memory of the host, so that no GPU is waited for.
         """
-        if self.replicas == 1:
-            return list(numbers)
-        tensor = torch.tensor(numbers)
-        with self._guarded():
-            self._all_reduce(tensor)
-            return tensor.tolist()
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        self.add_replicas(tensor)
+        return tensor.tolist()
 
     def add_shards(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over the processes of this replica."""

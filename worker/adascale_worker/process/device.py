@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 
@@ -155,54 +155,29 @@ MAX_PENDING: Final = 256
 about a thousand kernels."""
 
 
-class DeviceClock(Protocol):
-    """A clock of a device."""
+class DeviceClock:
+    """The time of the host; of a GPU, events in its current stream, which are never waited for."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._gpu = device if device is not None and device.type == "cuda" else None
 
     def mark(self) -> Any:
         """Return a mark for the time at which the device has done what was launched so far."""
+        if self._gpu is None:
+            # The work of other devices is done when its call returns.
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._gpu))
+        return event
 
     def seconds_between(self, start: Any, end: Any) -> float | None:
         """Return the seconds from one mark to another; None if the device has not passed both."""
-
-
-class HostClock:
-    """The clock of the host, for devices whose work is done when its call returns, such as the CPU."""
-
-    def mark(self) -> float:
-        """Return the present time, in seconds."""
-        return time.perf_counter()
-
-    def seconds_between(self, start: float, end: float) -> float | None:
-        """Return the seconds from one time to another."""
-        return end - start
-
-
-class CudaClock:
-    """Events in the current stream of a GPU.
-
-    `mark` and `seconds_between` launch and query, and never wait.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> torch.cuda.Event:
-        """Record an event in the current stream of the device."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """Return the seconds between two events; None if one of them has not happened."""
+        if self._gpu is None:
+            return float(end - start)
         # Both are queried: after a change of the current stream, they are in different ones.
         if not (start.query() and end.query()):
             return None
         return float(start.elapsed_time(end)) / 1000
-
-
-def clock_of(device: torch.device) -> DeviceClock:
-    """Return the clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 class PendingTimes(Generic[Label]):

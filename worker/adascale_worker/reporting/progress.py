@@ -11,7 +11,7 @@ from typing import Any
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages.reports import StepTime
 from adascale_worker.errors import UnusableCheckpointError
-from adascale_worker.process.device import DeviceClock, HostClock, PendingTimes
+from adascale_worker.process.device import DeviceClock, PendingTimes
 
 
 @dataclass
@@ -129,7 +129,7 @@ class StepTimer:
         self._accelerator = accelerator
         self._times: dict[Key, deque[float]] = {}
         self._sync_times: dict[Key, deque[float]] = {}
-        self._measured: PendingTimes[tuple[Key, float]] = PendingTimes(clock or HostClock())
+        self._measured: PendingTimes[tuple[Key, float]] = PendingTimes(clock or DeviceClock())
         self._last_mark: Any = None
         """Of the clock, at the end of the last step; None after a pause."""
         self._left_out = 0.0
