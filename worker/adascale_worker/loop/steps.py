@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,6 @@ from adascale_worker.gradients.accumulation import ZeroGrad
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from adascale_worker.gradients.step_division import StepPlan
-from adascale_worker.gradients.trained_models import ModelBuffers
 from adascale_worker.loop.agreement import StepAgreement
 from adascale_worker.loop.context import Context
 from adascale_worker.membership.links import PeersLostError
@@ -57,7 +55,7 @@ class StepUndo:
         self._memory: list[Tensor] = []
         self.state: Tree | None = None  # None between two steps
 
-    def record(self) -> None:
+    def begin_step(self) -> None:
         """Copy the state, at the beginning of a step."""
         copier = _Copier(self._memory)
         self.state = copier.copied(
@@ -130,7 +128,7 @@ class _Copier:
 
 
 @dataclass(eq=False, kw_only=True)
-class Steps(Context, ABC):
+class Steps(Context):
     """Makes the steps of the replicas together, counts them, and lets the replicas agree on what follows.
 
     `begin_step` and `use_step` are called for each step; `begin_batch` and `end_batch` around what the
@@ -240,21 +238,30 @@ class Steps(Context, ABC):
         self.shutdown_request.reinstall()
         self.scaler.check()
 
-    @abstractmethod
     def _skip_discarded(self) -> None:
         """Make no step, because it is discarded."""
+        self.discard()
 
-    @abstractmethod
     def _end_micro_batch(self) -> None:
         """Count a micro-batch for which an optimizer has made its part."""
+        self.accumulation.advance()
 
-    @abstractmethod
     def _follow_trained(self, part: OptimizerGradients) -> None:
         """Wait for what was exchanged, and train the parameters that require gradients now."""
+        self.accumulation.weights.exchange_later()
+        self.group.commit()
+        changed = self.program.trained.follow(self.progress.step)
+        part.drop_frozen(changed)
+        if changed:
+            part.adascale.restart_statistics(changed)
+            warn_of_parameters_outside(self.parts.model, self.optimizer)
 
-    @abstractmethod
-    def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:
+    def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:  # noqa: ARG002
         """Count the step that an optimizer has made. The replica has requested `flags` in it."""
+        # What this step has changed stays, also if members are lost before the next.
+        self.undo.begin_step()
+        self.planner.finished_step()
+        self._count(flags)
 
     def _count(self, flags: tuple[float, ...]) -> None:
         """Count a step, in which this replica has requested `flags`, and agree on what to do after it."""
@@ -315,9 +322,11 @@ class Steps(Context, ABC):
         """Whether the next batch is the first of a step."""
         return self.accumulation.at_first_micro_batch
 
-    @abstractmethod
     def begin_step(self) -> None:
-        """Prepare for the next step, and for putting the state back if it fails. A collective call."""
+        """Use the buffers of rank 0, and let the next forward pass copy them. A collective call."""
+        self.undo.begin_step()
+        self.times.begin_step()
+        self._copy_buffers(self.parts.model.buffers())
 
     def _copy_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Use the buffers of rank 0, such as BatchNorm's statistics, on all replicas."""
@@ -359,9 +368,19 @@ class Steps(Context, ABC):
         """Wait until the other replicas have made no backward pass for the present batch either."""
         self.departures.leave_out(self.progress.step, calling_line())
 
-    @abstractmethod
     def _complete_batch(self) -> None:
-        """Complete what the program has done for a batch, except to leave it out."""
+        """Leave out a step that the program has left out, on all replicas."""
+        if self.at_boundary or not self.accumulation.passes:
+            return
+        if self.group.replicas > 1 and not self.accumulation.at_last_micro_batch:
+            raise WorkerError(
+                "optimizer.step() was left out after backward() for one of several batches of a step, on one "
+                "of several replicas, so the others would wait for it: decide after the last backward() of "
+                "the step, from the gradients, which are the same on all replicas then, or let a step have "
+                "one batch (local_bsz_bounds with a larger upper bound)"
+            )
+        # The program does not want the mean gradient, which is the same on all replicas, or a part of it.
+        self.accumulation.restart_step()
 
     def begin_loop(self) -> None:
         """Begin with the first batch of a step, in another loop of the program."""
@@ -395,55 +414,6 @@ class Steps(Context, ABC):
         """Use a batch plan, whose scale is S, from the next step on."""
         self.accumulation.set_plan(plan, scale)
         self.times.begin_timing()
-
-
-@dataclass(eq=False, kw_only=True)
-class OneOptimizer(Steps):
-    """Makes steps with one optimizer."""
-
-    undo: ModelBuffers
-
-    def _skip_discarded(self) -> None:
-        self.discard()
-
-    def _end_micro_batch(self) -> None:
-        self.accumulation.advance()
-
-    def _follow_trained(self, part: OptimizerGradients) -> None:
-        self.accumulation.weights.exchange_later()
-        self.group.commit()
-        changed = self.program.trained.follow(self.progress.step)
-        part.drop_frozen(changed)
-        if changed:
-            part.adascale.restart_statistics(changed)
-            warn_of_parameters_outside(self.parts.model, self.optimizer)
-
-    def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:
-        del part
-        # What this step has changed stays, also if members are lost before the next.
-        self.undo.begin_step()
-        self.planner.finished_step()
-        self._count(flags)
-
-    def begin_step(self) -> None:
-        """Use the buffers of rank 0, and let the next forward pass copy them. A collective call."""
-        self.undo.begin_step()
-        self.times.begin_step()
-        self._copy_buffers(self.parts.model.buffers())
-
-    def _complete_batch(self) -> None:
-        """Leave out a step that the program has left out, on all replicas."""
-        if self.at_boundary or not self.accumulation.passes:
-            return
-        if self.group.replicas > 1 and not self.accumulation.at_last_micro_batch:
-            raise WorkerError(
-                "optimizer.step() was left out after backward() for one of several batches of a step, on one "
-                "of several replicas, so the others would wait for it: decide after the last backward() of "
-                "the step, from the gradients, which are the same on all replicas then, or let a step have "
-                "one batch (local_bsz_bounds with a larger upper bound)"
-            )
-        # The program does not want the mean gradient, which is the same on all replicas, or a part of it.
-        self.accumulation.restart_step()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -486,7 +456,7 @@ class SeveralOptimizers(Steps):
         self.program.trained.agree(self.progress.step)
         # The buffers of rank 0, such as BatchNorm's statistics, count on all replicas.
         self._copy_buffers(self.parts.model.buffers())
-        self.undo.record()
+        self.undo.begin_step()
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""

@@ -30,7 +30,7 @@ from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.evaluation import EvaluationSequence
 from adascale_worker.loop.failures import Failures, MemoryShortage, StepWatchdog
 from adascale_worker.loop.generations import Generations
-from adascale_worker.loop.steps import OneOptimizer, SeveralOptimizers, Steps, StepUndo
+from adascale_worker.loop.steps import SeveralOptimizers, Steps, StepUndo
 from adascale_worker.loop.training_loop import TrainingLoop
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -105,7 +105,7 @@ class Training(Context):
             finish_request=FinishRequest(progress, group, state),
         )
         doors = dict(vars(self))
-        kind = SeveralOptimizers if parts.are_several else OneOptimizer
+        kind = SeveralOptimizers if parts.are_several else Steps
         self.steps: Steps = kind(agreement=StepAgreement(**doors), scaler=UnregisteredScaler(scaler), **doors)
         self.generations = Generations(steps=self.steps, **doors)
         self.ending = Ending(steps=self.steps, generations=self.generations, **doors)
