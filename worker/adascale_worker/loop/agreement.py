@@ -19,67 +19,11 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
 from adascale_worker.membership.process_group import FAILED, ReplicaGroup, Values, raise_failure
 from adascale_worker.process.user_code import calling_line
-from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.state.state import State
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
 FINISH_TIMEOUT = 30.0
 """Seconds that a replica which has called `finish` and ends waits for the others to call it."""
-
-
-class FinishRequest:
-    """The request to end training, which is ended after the next step for which the replicas agree."""
-
-    def __init__(self, progress: TrainingProgress, group: ReplicaGroup, state: State) -> None:
-        self._progress = progress
-        self._group = group
-        self._state = state
-        self._line = ""
-        self.reason: str | None = None  # None without a request
-
-    def make(self, reason: str) -> None:
-        """Request the end of training."""
-        self._state.require_finite_weights()
-        self.reason, self._line = reason, calling_line()
-        self._group.announce(FINISH)
-        self.save()
-
-    def save(self) -> None:
-        """Save the end of training on rank 0, because the program may end before the next step."""
-        progress = self._progress
-        progress.finish_reason = self.reason
-        self._state.save_on_rank_0()
-        progress.finish_reason = None
-
-    def agree(self) -> None:
-        """Finish training on all replicas, for the reason of one of them. A collective call."""
-        reasons = self._group.gather(self.reason)
-        self._progress.finish_reason = next(reason for reason in reasons if reason is not None)
-
-    def end_alone(self) -> WorkerError | None:
-        """Return an error if another replica has not called `finish`, and still trains."""
-        group = self._group
-        if group.replicas == 1:
-            return None
-        missing = [rank for rank in range(group.replicas) if rank != group.rank]
-        # Also of replicas that are lost, because their programs have ended.
-        for (finished,) in group.poll(FINISH, timeout=FINISH_TIMEOUT, is_over=lambda: False):
-            missing = [rank for rank in range(group.replicas) if rank not in finished]
-            if not missing:
-                return None
-        if group.announced(FINISH) is None and not (group.processes > 1 and group.has_failed):
-            # The process that serves the store ends after it has seen all the others. With several processes
-            # a replica reads nothing any more once others are lost.
-            return None
-        # In place of the checkpoint of `finish`, which says that training is finished.
-        self._state.save_on_rank_0()
-        return WorkerError(
-            f"rank {group.rank} called trainer.finish ({self._line}) and left its loop, but rank "
-            f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
-            "replicas, continue the loop: trainer.finished becomes true and trainer.dataloader ends on all "
-            "of them after the same step. To leave the loop at once, call trainer.finish on all replicas"
-        )
 
 
 @dataclass
@@ -131,6 +75,9 @@ class StepAgreement(Context):
     agreed: Requests = field(default_factory=_nothing_agreed, init=False)
     slow: SlowReplica | None = field(default=None, init=False)  # None if no replica is slower than the others
     steps_are_slow: bool = field(default=True, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    """The argument of `finish`, after the next step for which the replicas agree; None without a request."""
+    _finish_line: str = field(default="", init=False)
 
     def begin_generation(self) -> None:
         """Begin with other replicas, which have agreed on nothing yet."""
@@ -171,7 +118,7 @@ class StepAgreement(Context):
             membership.report_terminated()
         requests = Requests(
             exit=signaled,
-            finish=self.finish_request.reason is not None,
+            finish=self.finish_reason is not None,
             change=membership is not None and membership.change_is_pending,
         )
         if self.group.is_main:
@@ -181,6 +128,51 @@ class StepAgreement(Context):
             requests.compare_weights = self.comparison.is_due
             requests.is_unsaved = self.checkpointing.last_is_unsaved
         return requests
+
+    # -- the end of training ------------------------------------------------------------------------------
+
+    def request_finish(self, reason: str) -> None:
+        """Request the end of training."""
+        self.state.require_finite_weights()
+        self.finish_reason, self._finish_line = reason, calling_line()
+        self.group.announce(FINISH)
+        self.save_finish()
+
+    def save_finish(self) -> None:
+        """Save the end of training on rank 0, because the program may end before the next step."""
+        progress = self.progress
+        progress.finish_reason = self.finish_reason
+        self.state.save_on_rank_0()
+        progress.finish_reason = None
+
+    def finish_together(self) -> None:
+        """Finish training on all replicas, for the reason of one of them. A collective call."""
+        reasons = self.group.gather(self.finish_reason)
+        self.progress.finish_reason = next(reason for reason in reasons if reason is not None)
+
+    def finish_alone(self) -> WorkerError | None:
+        """Return an error if another replica has not called `finish`, and still trains."""
+        group = self.group
+        if group.replicas == 1:
+            return None
+        missing = [rank for rank in range(group.replicas) if rank != group.rank]
+        # Also of replicas that are lost, because their programs have ended.
+        for (finished,) in group.poll(FINISH, timeout=FINISH_TIMEOUT, is_over=lambda: False):
+            missing = [rank for rank in range(group.replicas) if rank not in finished]
+            if not missing:
+                return None
+        if group.announced(FINISH) is None and not (group.processes > 1 and group.has_failed):
+            # The process that serves the store ends after it has seen all the others. With several processes
+            # a replica reads nothing any more once others are lost.
+            return None
+        # In place of the checkpoint of `finish`, which says that training is finished.
+        self.state.save_on_rank_0()
+        return WorkerError(
+            f"rank {group.rank} called trainer.finish ({self._finish_line}) and left its loop, but rank "
+            f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
+            "replicas, continue the loop: trainer.finished becomes true and trainer.dataloader ends on all "
+            "of them after the same step. To leave the loop at once, call trainer.finish on all replicas"
+        )
 
 
 _LEFT = "left"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from adascale_worker.gradients.step_failure import StepFailure
     from adascale_worker.gradients.step_times import StepTimes
     from adascale_worker.gradients.trained_models import ModelBuffers
-    from adascale_worker.loop.agreement import FinishRequest, LoopDepartures
+    from adascale_worker.loop.agreement import LoopDepartures
     from adascale_worker.loop.evaluation import EvaluationSequence
     from adascale_worker.loop.failures import MemoryShortage
     from adascale_worker.loop.steps import StepUndo
@@ -220,7 +220,6 @@ class Context(TrainedReplica):
     membership: Membership | None  # None without an agent
     departures: LoopDepartures
     evaluations: EvaluationSequence
-    finish_request: FinishRequest
 
 
 def make_replica(

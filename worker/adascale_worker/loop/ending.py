@@ -38,7 +38,7 @@ class Ending(Context):
                 self.progress.step,
                 calling_line(),
                 early=early,
-                expected=self.finish_request.reason is not None or self.job.finished,
+                expected=self.steps.agreement.finish_reason is not None or self.job.finished,
             )
         self.loop.leave(by_program=by_program)
 
@@ -56,12 +56,12 @@ class Ending(Context):
                 self.progress.finish_reason = reason
                 self.save_final()
             else:
-                self.finish_request.make(reason)
+                self.steps.agreement.request_finish(reason)
         self.steps.mark_finish()
 
     def finish_together(self) -> None:
         """Finish training, which the replicas have agreed on. A collective call."""
-        self.finish_request.agree()
+        self.steps.agreement.finish_together()
         self.save_final()
 
     def end_restored_training(self) -> None:
@@ -112,8 +112,8 @@ class Ending(Context):
             return error
         unfinished = self.job.unfinished
         self.evaluations.announce_passed([math.inf])
-        if self.finish_request.reason is not None and not self.job.finished:
-            return self.finish_request.end_alone()
+        if self.steps.agreement.finish_reason is not None and not self.job.finished:
+            return self.steps.agreement.finish_alone()
         try:
             self.leave_loop(early=True)
             self.departures.wait(lambda: self.shutdown_request.is_made)

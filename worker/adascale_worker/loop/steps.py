@@ -446,7 +446,7 @@ class SeveralOptimizers(Steps):
         if self._finished_in == self.accumulation.batch:
             # `finish` has saved the state between the steps of two optimizers.
             if self.group.replicas > 1:
-                self.finish_request.save()
+                self.agreement.save_finish()
             else:
                 self.state.save(final=True)
 

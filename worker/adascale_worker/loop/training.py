@@ -24,7 +24,7 @@ from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.gradients.step_times import StepTimes
 from adascale_worker.gradients.trained_models import ModelBuffers, TrainedForward
-from adascale_worker.loop.agreement import FinishRequest, LoopDepartures, StepAgreement
+from adascale_worker.loop.agreement import LoopDepartures, StepAgreement
 from adascale_worker.loop.context import Context, Replica, TrainedReplica, make_reporter
 from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.evaluation import EvaluationSequence
@@ -102,7 +102,6 @@ class Training(Context):
             else Membership(trained.agent, group, trained.shutdown_request, state),
             departures=LoopDepartures(group),
             evaluations=EvaluationSequence(group, progress, telemetry.step_timer, loop),
-            finish_request=FinishRequest(progress, group, state),
         )
         doors = dict(vars(self))
         kind = SeveralOptimizers if parts.are_several else Steps
