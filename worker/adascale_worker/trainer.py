@@ -496,7 +496,7 @@ class ElasticTrainer:
             CheckpointError: the manifest cannot be written.
         """
         if self._training is not None:
-            self._training.batches.end_left_epoch()
+            self._training.main_loop.end_left_epoch()
         self._replica.checkpointing.report_result(plain_result(result))
 
     def download_lock(self, folder: str | Path) -> AbstractContextManager[bool]:
@@ -602,7 +602,7 @@ class ElasticTrainer:
 
     def _end_restored_training(self, training: Training) -> None:
         progress = self._replica.progress
-        training.ending.end_restored_training()
+        training.main_loop.end_restored_training()
         if self.is_main:
             reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
             print(
@@ -677,7 +677,7 @@ class ElasticTrainer:
                 "trainer.epochs() does not know when training ends: pass the number of epochs, "
                 "trainer.epochs(10), or set scale_invariant_steps or train_samples"
             )
-        return training.batches.epochs()
+        return training.main_loop.epochs()
 
     def _set_epochs(self, training: Training, epochs: int) -> None:
         """Set the epochs after which training is finished, if they are not set."""
@@ -773,8 +773,8 @@ class ElasticTrainer:
         """
         training, replica = self._require_training(), self._replica
         feed = training.feed
-        training.batches.end_left_epoch()
-        training.batches.require_epoch()
+        training.main_loop.end_left_epoch()
+        training.main_loop.require_epoch()
         load = feed.open(
             dataset,
             shards=shards,
@@ -790,8 +790,8 @@ class ElasticTrainer:
         replica.progress.target = replica.job.target(feed)
 
         def begin() -> Iterator[Any]:
-            training.batches.require_epoch()
-            return training.batches.batches(load)
+            training.main_loop.require_epoch()
+            return training.main_loop.batches(load)
 
         return DataLoop(begin)
 
@@ -833,7 +833,7 @@ class ElasticTrainer:
             WorkerError: `batch_size` is not positive, or `program_reentry` has not been called.
         """
         training = self._require_training()
-        training.batches.end_left_epoch()
+        training.main_loop.end_left_epoch()
         require_evaluable(dataset, options)
         if type(batch_size) is not int or batch_size < 1:
             raise WorkerError(
@@ -874,7 +874,7 @@ class ElasticTrainer:
             ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the end of training cannot be saved.
         """
-        self._require_training().batches.end_epoch(epoch)
+        self._require_training().main_loop.end_epoch(epoch)
 
     def finish(self, reason: str) -> None:
         """End training before all requested steps or epochs are done, for example because of early stopping.
@@ -893,8 +893,8 @@ class ElasticTrainer:
             WorkerError: `program_reentry` has not been called.
         """
         training = self._require_training()
-        training.batches.end_left_epoch()
-        training.ending.finish(reason)
+        training.main_loop.end_left_epoch()
+        training.main_loop.finish(reason)
 
     def close(self) -> None:
         """Post outstanding reports, destroy the process group, and restore signal handlers and excepthook.
@@ -921,7 +921,7 @@ class ElasticTrainer:
         if self._made is not None:
             self._made.stop_watchdog()
         if self._training is not None and process_exit.code is None and not process_exit.failed:
-            failure = self._training.ending.end_of_program(self._training.batches.left_epoch)
+            failure = self._training.main_loop.end_of_program()
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
                 process_exit.code = exit_code(failure)

@@ -38,7 +38,6 @@ from adascale_worker.state.snapshot_memory import NoSnapshotMemoryError, Snapsho
 from adascale_worker.state.store import CheckpointInfo
 
 if TYPE_CHECKING:
-    from adascale_worker.batches.feed import DataFeed
     from adascale_worker.gradients.accumulation import Accumulation
     from adascale_worker.gradients.step_division import StepDivision
     from adascale_worker.gradients.step_failure import StepFailure

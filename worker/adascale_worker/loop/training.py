@@ -26,7 +26,6 @@ from adascale_worker.gradients.step_times import StepTimes
 from adascale_worker.gradients.trained_models import ModelBuffers, TrainedForward
 from adascale_worker.loop.agreement import LoopDepartures, StepAgreement
 from adascale_worker.loop.context import Context, Replica, TrainedReplica, make_reporter
-from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.evaluation import EvaluationSequence
 from adascale_worker.loop.failures import Failures, MemoryShortage, StepWatchdog
 from adascale_worker.loop.generations import Generations
@@ -107,10 +106,7 @@ class Training(Context):
         kind = SeveralOptimizers if parts.are_several else Steps
         self.steps: Steps = kind(agreement=StepAgreement(**doors), scaler=UnregisteredScaler(scaler), **doors)
         self.generations = Generations(steps=self.steps, **doors)
-        self.ending = Ending(steps=self.steps, generations=self.generations, **doors)
-        self.batches = TrainingLoop(
-            steps=self.steps, generations=self.generations, ending=self.ending, **doors
-        )
+        self.main_loop = TrainingLoop(steps=self.steps, generations=self.generations, **doors)
         self._failures = Failures(steps=self.steps, **doors)
         self._other_training = OtherTraining(parts, group, loop, lambda: self.accumulation.has_stepped)
         self._backward_guard = BackwardGuard(self.failure, self.accumulation)

@@ -1,4 +1,4 @@
-"""The trainer's part of the program's loop: batches, step boundaries, epochs.
+"""The trainer's part of the program's loop: batches, step boundaries, epochs, and how all of them end.
 
 The program iterates over `batches`, calls `optimizer.step()`, which the step strategy replaces, and calls
 `end_epoch`. Between two steps all replicas do what they have agreed on: save, enter another generation, or
@@ -15,14 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from adascale_core.batch.plans import BatchPlan
+from adascale_core.errors import AdaScaleError
+from adascale_core.failures import EXIT_REENTRY
+from adascale_core.messages.channel import TrainingSaved
 from adascale_worker.batches.micro_batches import LoadedBatches
 from adascale_worker.batches.seeding import seed_generators
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import NonFiniteWeightsError, ReplicationError, WorkerError
 from adascale_worker.loop.context import Context
-from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.generations import Generations
 from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.links import PeersLostError
+from adascale_worker.process.user_code import calling_line
 
 COMPARISON_STEPS = 1024
 """Steps after which the replicas of a long generation compare again what they read of a stream."""
@@ -57,11 +60,12 @@ class DataLoop(Iterator[Any]):
 
 @dataclass(eq=False, kw_only=True)
 class TrainingLoop(Context):
-    """Delivers batches, and does between two steps and two epochs what the replicas have agreed on."""
+    """Delivers batches, does between two steps and two epochs what the replicas have agreed on, and ends
+    loops of the program, its training and its process.
+    """
 
     steps: Steps
     generations: Generations
-    ending: Ending
     has_grown: bool = field(default=False, init=False)  # whether it has trained with other replicas
     _epoch: int | None = field(
         default=None, init=False
@@ -116,7 +120,7 @@ class TrainingLoop(Context):
                     )
         except GeneratorExit:
             if loop.number == number:
-                self.ending.leave_loop(early=True, by_program=True)
+                self._leave_loop(early=True, by_program=True)
             raise
         finally:
             loop.request()
@@ -127,7 +131,7 @@ class TrainingLoop(Context):
         """Begin a loop of the program, and return its number."""
         self.program.rates.begin_epoch()
         self.steps.end_batch()
-        self.ending.leave_loop(early=True)
+        self._leave_loop(early=True)
         self.departures.wait()
         self.evaluations.announce_training()
         if self.loop.overtaken_states is not None:
@@ -156,7 +160,7 @@ class TrainingLoop(Context):
                 elif steps.at_boundary:
                     self._at_step_boundary()
                 if self.loop.overtaken_epoch is not None:
-                    self.ending.leave_loop(early=False)
+                    self._leave_loop(early=False)
                     return False
                 if steps.at_boundary:
                     self.telemetry.step_timer.leave_out(self.state.keep_copy())
@@ -165,7 +169,7 @@ class TrainingLoop(Context):
                         self._follow_stream()
                     if self.job.finished or progress.progress >= self.feed.progress_at(self.loop.epoch + 1):
                         self.loop.end_of_epoch(progress.epoch)
-                        self.ending.leave_loop(early=False)
+                        self._leave_loop(early=False)
                         return False
                     steps.begin_step()
             except PeersLostError:
@@ -178,10 +182,11 @@ class TrainingLoop(Context):
         self.program.trained.record()
         self.has_grown = self.has_grown or self.group.replicas > 1
         if agreed.finish and not self.job.finished:
-            self.ending.finish_together()
+            self.steps.agreement.finish_together()
+            self._save_final()
             return
         if agreed.exit and self.channel is None:
-            self.ending.save_and_exit()
+            self._save_and_exit()
         if agreed.exit or agreed.change:
             if agreed.change and not self.has_grown:
                 # What the program does may fail on several replicas, which then costs no steps.
@@ -251,7 +256,7 @@ class TrainingLoop(Context):
             return
         self._epoch = None
         has_begun = self.loop.has_begun(epoch, self.progress.step)
-        if self.ending.is_in_epoch(epoch) and (self._is_complete or has_begun):
+        if self._is_in_epoch(epoch) and (self._is_complete or has_begun):
             self.end_epoch(epoch)
 
     def end_epoch(self, epoch: int) -> None:
@@ -264,14 +269,14 @@ class TrainingLoop(Context):
         loop, progress = self.loop, self.progress
         self.program.rates.begin_epoch()
         self.steps.end_batch()
-        self.ending.leave_loop(early=True)
+        self._leave_loop(early=True)
         self.steps.end_epoch()
         self.departures.wait()
         if epoch == loop.overtaken_epoch:
             # The state is already that of the end of this epoch.
             loop.overtaken_epoch = None
             if self.job.finished:
-                self.ending.save_final()
+                self._save_final()
             return
         if epoch != progress.epoch:
             raise WorkerError(
@@ -293,7 +298,7 @@ class TrainingLoop(Context):
         self.accumulation.restart_step()
         self.program.trained.record()
         if self.job.finished:
-            self.ending.save_final()
+            self._save_final()
             return
         if self.steps.agreement.agreed.replan:
             self._replan()
@@ -305,3 +310,129 @@ class TrainingLoop(Context):
         self.planner.replan(self.optimizer, self.telemetry.step_timer)
         self.generations.use_plan()
         self.steps.agreement.withdraw()
+
+    # -- a loop -------------------------------------------------------------------------------------------
+
+    def _leave_loop(self, *, early: bool, by_program: bool = False) -> None:
+        """Announce that the program has left its data loop, if it is in one.
+
+        `early`: before its end; `by_program`: the loop itself has ended, by `break` or an error.
+        """
+        self.steps.leave()
+        if self.loop.is_inside:
+            self.departures.leave(
+                self.loop.epoch,
+                self.progress.step,
+                calling_line(),
+                early=early,
+                expected=self.steps.agreement.finish_reason is not None or self.job.finished,
+            )
+        self.loop.leave(by_program=by_program)
+
+    def _is_in_epoch(self, epoch: int) -> bool:
+        """Whether the program has not ended `epoch` yet."""
+        return epoch in (self.progress.epoch, self.loop.overtaken_epoch)
+
+    # -- training -----------------------------------------------------------------------------------------
+
+    def finish(self, reason: str) -> None:
+        """End training: at once on one replica, else after the next step for which the replicas agree."""
+        self.steps.leave()
+        if not self.job.finished:
+            if self.group.replicas == 1:
+                self.progress.finish_reason = reason
+                self._save_final()
+            else:
+                self.steps.agreement.request_finish(reason)
+        self.steps.mark_finish()
+
+    def end_restored_training(self) -> None:
+        """Save the end of training, if the state that was restored is finished, and the end is not saved.
+
+        Members that were saving it when a replica was lost do so again, with the replica that replaces it.
+        """
+        if not self.checkpointing.has_final:
+            self._save_final()
+        elif self.channel is not None:
+            self.channel.send(TrainingSaved())
+
+    def _save_final(self) -> None:
+        """Save the end of training, once. If members are lost meanwhile, the others save it."""
+        if self.checkpointing.has_final:
+            return
+        self.generations.report()
+        while True:
+            try:
+                self.comparison.compare(self.progress.step)
+                self.state.save(final=True)
+                break
+            except PeersLostError:
+                self.generations.recover()
+        self.loop.overtaken_epoch = None
+        if self.channel is not None:
+            self.channel.send(TrainingSaved())
+        if self.group.generation == 0:
+            # The rest of the program, for example an evaluation, has no step at which it could exit.
+            self.shutdown_request.uninstall()
+
+    # -- the process --------------------------------------------------------------------------------------
+
+    def end_of_program(self) -> AdaScaleError | None:
+        """Report the last step, and return an error if training is not finished, else None."""
+        self.telemetry.report_last(self.planner.plan, self.progress, self.optimizer)
+        if self.steps.has_stepped and not self.checkpointing.has_final:
+            try:
+                self.state.require_finite_weights()
+            except NonFiniteWeightsError as error:
+                return error
+        try:
+            self._save_end_of_left_epoch()
+        except AdaScaleError as error:
+            return error
+        unfinished = self.job.unfinished
+        self.evaluations.announce_passed([math.inf])
+        if self.steps.agreement.finish_reason is not None and not self.job.finished:
+            return self.steps.agreement.finish_alone()
+        try:
+            self._leave_loop(early=True)
+            self.departures.wait(lambda: self.shutdown_request.is_made)
+        except ReplicationError as error:
+            return error
+        if unfinished is None:
+            return None
+        return WorkerError(
+            f"the program ended at {unfinished}. Train until trainer.finished is true, or call "
+            "trainer.finish(reason) to end training earlier"
+        )
+
+    def _save_end_of_left_epoch(self) -> None:
+        """End the last epoch of a program that has left it, and save the end of training if it is reached."""
+        epoch = self.left_epoch
+        if epoch is None or not self._is_in_epoch(epoch) or self.checkpointing.has_final:
+            return
+        if epoch != self.loop.overtaken_epoch:
+            self.progress.epoch += 1
+        if self.job.finished:
+            self._leave_loop(early=True)
+            self.departures.wait()
+            self._save_final()
+
+    def _save_and_exit(self) -> NoReturn:
+        """Save, and end the program so that it can be started again. Without an agent."""
+        self.generations.report()
+        saved = True
+        try:
+            self.state.save(durable=True)
+        except NonFiniteWeightsError as error:
+            saved = False
+            if self.group.is_main:
+                print(f"adascale: {error}", flush=True)
+        received = self.shutdown_request.received
+        if received is None:
+            self.generations.exit(EXIT_REENTRY)
+        if saved and self.group.is_main:
+            print(
+                f"adascale: saved a checkpoint at step {self.progress.step}; run the same command to resume",
+                flush=True,
+            )
+        self.generations.exit(128 + received)
