@@ -15,7 +15,7 @@ from typing import Any
 
 from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY
 from adascale_core.names import LEAVE_GRACE
-from adascale_worker.agent.trainer_connection import TrainerSocket
+from adascale_worker.agent.trainer_process import TrainerSocket
 from support.fast_python import Program
 from support.launch import read_records, wait_until
 

@@ -14,9 +14,8 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_storage import Storage
 from adascale_worker.membership.replica_processes import ReplicaMessages
 from adascale_worker.state.file import Snapshot
-from adascale_worker.state.processes import CheckpointProcesses
 from adascale_worker.state.shards import KEY, Division, Shards
-from adascale_worker.state.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.store import CheckpointInfo, CheckpointProcesses, CheckpointStore
 from adascale_worker.torch_private.distributed import process_group_beside
 
 T = TypeVar("T")

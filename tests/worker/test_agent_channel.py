@@ -11,8 +11,7 @@ from typing import cast
 import pytest
 
 from adascale_core.messages.channel import Assignment, Hold, Limited, Release, Terminate, encode
-from adascale_worker.membership.agent_channel import AgentChannel
-from adascale_worker.membership.generations import FollowerChannel, Membership
+from adascale_worker.membership.generations import AgentChannel, FollowerChannel, Membership
 
 LONG = 60.0
 """Seconds that no wait of these tests may take."""

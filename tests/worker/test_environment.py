@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_worker.agent.trainer_connection import TrainerSocket
+from adascale_worker.agent.trainer_process import TrainerSocket
 from adascale_worker.errors import EnvironmentVariableError
 from adascale_worker.process.environment import (
     JobSettings,

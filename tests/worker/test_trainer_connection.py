@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from adascale_worker.agent import trainer_connection
-from adascale_worker.agent.trainer_connection import TrainerSocket
+from adascale_worker.agent import trainer_process
+from adascale_worker.agent.trainer_process import TrainerSocket
 from adascale_worker.errors import WorkerError
 
 NOBODY = 65534
@@ -68,7 +68,7 @@ def test_a_container_whose_root_file_system_is_read_only_has_a_socket_in_shared_
         return make(**options)
 
     monkeypatch.setattr("tempfile.mkdtemp", make_folder)
-    monkeypatch.setattr(trainer_connection, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(trainer_process, "SHARED_MEMORY", memory)
     waiting = TrainerSocket()
     assert Path(waiting.path).parents[1] == memory
     waiting.close()

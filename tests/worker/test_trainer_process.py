@@ -15,8 +15,7 @@ from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REEN
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, Hold, Terminate
 from adascale_core.messages.registration import ReplicaState
-from adascale_worker.agent.trainer_connection import TrainerStatus
-from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
+from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess, TrainerStatus
 from support.fast_python import PYTHON
 from support.launch import PROGRAMS, wait_until
 

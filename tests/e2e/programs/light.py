@@ -12,7 +12,7 @@ import sys
 import time
 
 from adascale_core.messages.channel import Assignment, Finished, Holding, Ready, Release, Running
-from adascale_worker.membership.agent_channel import AgentChannel
+from adascale_worker.membership.generations import AgentChannel
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
 

@@ -21,8 +21,7 @@ from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.step_failure import kind_of
-from adascale_worker.membership.agent_channel import AgentChannel
-from adascale_worker.membership.generations import AgentConnection, FollowerChannel
+from adascale_worker.membership.generations import AgentChannel, AgentConnection, FollowerChannel
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process import environment

@@ -27,7 +27,6 @@ from adascale_storage import MissingFileError, Storage
 from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.state import tree
 from adascale_worker.state.file import StateFileLayout, read_layout
-from adascale_worker.state.processes import DamagedError
 from adascale_worker.state.shards import (
     KEY,
     PREVIOUS_GRADIENT,
@@ -39,6 +38,10 @@ from adascale_worker.state.shards import (
 from adascale_worker.state.tree import InvalidSpecError, TensorIndex, TensorLayout, Tree
 
 _PARALLEL_READS = 4
+
+
+class DamagedError(Exception):
+    """A checkpoint differs from what was saved."""
 
 
 @dataclass(frozen=True)

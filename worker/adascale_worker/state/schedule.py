@@ -23,10 +23,9 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.snapshot_place import StateNumber
 from adascale_worker.program.weight_checks import all_finite, nonfinite_message
 from adascale_worker.state.file import Snapshot
-from adascale_worker.state.processes import CheckpointProcesses
 from adascale_worker.state.shards import Shards
 from adascale_worker.state.snapshot_memory import number_of
-from adascale_worker.state.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.store import CheckpointInfo, CheckpointProcesses, CheckpointStore
 from adascale_worker.state.tree import Tree
 from adascale_worker.state.weights import BestWeights
 

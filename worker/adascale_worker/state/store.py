@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from adascale_core.checkpoint_manifest import (
     FORMAT,
@@ -35,6 +35,7 @@ from adascale_core.checkpoint_manifest import (
     state_of,
 )
 from adascale_storage import (
+    MissingFileError,
     NameTakenError,
     Part,
     Storage,
@@ -43,12 +44,18 @@ from adascale_storage import (
     UnusableStorageError,
     WriteCancelledError,
 )
-from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
+from adascale_worker.errors import (
+    CheckpointError,
+    StorageUnavailableError,
+    UnusableCheckpointError,
+    WorkerError,
+)
+from adascale_worker.membership.replica_processes import ReplicaMessages, attempt, shared_error
 from adascale_worker.state.file import Snapshot
-from adascale_worker.state.processes import CheckpointProcesses, DamagedError, SupersededError
-from adascale_worker.state.reader import read_manifest, read_state
+from adascale_worker.state.reader import DamagedError, read_manifest, read_state
 from adascale_worker.state.shards import Shards
 
+T = TypeVar("T")
 KEPT_STATES = 2
 CHUNK_BYTES = 16 * 2**20
 """Length of the parts of a state, each of which has a SHA-256 in the manifest."""
@@ -58,6 +65,67 @@ _MAX_ATTEMPTS = 20
 """How many times a state is written if others have saved meanwhile."""
 _ATTEMPTS_BESIDE_OTHERS = 4
 """How many times a state is written beside those of other members before the storage is taken for full."""
+
+
+class SupersededError(CheckpointError):
+    """A successor of this trainer has saved."""
+
+
+_KINDS: Final[tuple[type[Exception], ...]] = (
+    # One that gives up need not report what the others have failed at.
+    WriteCancelledError,
+    NameTakenError,
+    StorageFullError,
+    MissingFileError,
+    StorageError,
+    UnusableStorageError,
+    SupersededError,
+    UnusableCheckpointError,
+    StorageUnavailableError,
+    CheckpointError,
+    DamagedError,
+    # Such as a state that cannot be saved.
+    WorkerError,
+)
+"""The errors that all processes raise if one does, subclasses first. Others become a CheckpointError."""
+
+
+class CheckpointProcesses:
+    """The processes of a replica, of which each writes and reads its part of the state.
+
+    All of them make the same calls. What one of them decides for all, or cannot do, all of them learn, so
+    that they repeat it, or raise the same error.
+    """
+
+    def __init__(self, messages: ReplicaMessages | None = None) -> None:
+        self._messages = messages
+        self.process = 0 if messages is None else messages.process
+        self.count = 1 if messages is None else messages.count
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0, which lists, commits and deletes the files of all of them."""
+        return self.process == 0
+
+    def lead(self, action: Callable[[], T]) -> T:
+        """Return on all processes the result of process 0, which JSON can have, or raise its error."""
+        result: T = self.each(lambda: action() if self.leads else None)[0]
+        return result
+
+    def each(self, action: Callable[[], Any]) -> list[Any]:
+        """Return on all processes the results of each, in their order, or raise an error of one."""
+        if self._messages is None:
+            return [action()]
+        own, error = attempt(action, _KINDS)
+        outcomes = self._messages.gather(own)
+        failures = [outcome["error"] for outcome in outcomes if "error" in outcome]
+        if failures:
+            first = min(failures, key=lambda failure: _NAMES.index(failure[0] or CheckpointError.__name__))
+            raise shared_error(first, _KINDS, CheckpointError) from error
+        return [outcome["result"] for outcome in outcomes]
+
+
+_NAMES: Final = [kind.__name__ for kind in _KINDS]
 
 
 @dataclass(frozen=True)
@@ -108,7 +176,7 @@ class CheckpointStore:
     ) -> Manifest:
         """Save a checkpoint with the next number, and delete older ones, except the last two states."""
         try:
-            for attempt in range(_MAX_ATTEMPTS):
+            for tried in range(_MAX_ATTEMPTS):
                 begun = time.monotonic()
                 try:
                     manifest = self._save_once(snapshot, info, result, is_cancelled, only_if_latest)
@@ -116,7 +184,7 @@ class CheckpointStore:
                 except NameTakenError:
                     continue
                 except StorageFullError:
-                    if only_if_latest and attempt < _ATTEMPTS_BESIDE_OTHERS:
+                    if only_if_latest and tried < _ATTEMPTS_BESIDE_OTHERS:
                         # Other members write at the same time. One that is alone for a while has space.
                         time.sleep(secrets.SystemRandom().uniform(0.0, 3.0 * (time.monotonic() - begun)))
                     elif not self.processes.lead(self._delete_remains):
@@ -246,10 +314,10 @@ class CheckpointStore:
         Every byte is verified before it is used. Reports damaged checkpoints that are newer than the one
         returned.
         """
-        for attempt in range(_MAX_ATTEMPTS):
+        for tried in range(_MAX_ATTEMPTS):
             numbers = self.processes.lead(self.numbers) if number is None else [number]
             loaded, damages = self._read_newest(numbers, own)
-            is_last = attempt == _MAX_ATTEMPTS - 1 or number is not None
+            is_last = tried == _MAX_ATTEMPTS - 1 or number is not None
             if not damages or is_last or self.processes.lead(self.numbers) == numbers:
                 break
             # Another process has saved meanwhile, and may have deleted what was to be read.
