@@ -18,7 +18,6 @@ from adascale_core.messages.reports import GainReport
 from adascale_core.views.gain import StoredReports
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.device import DeviceClock
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.reporting import reports as reporter_module
 from adascale_worker.reporting.progress import TrainingProgress
@@ -273,7 +272,7 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     reporter = RecordingReporter()
     group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"))
     make_reporter = lambda: reporter  # noqa: E731
-    telemetry = Telemetry(BatchBounds(8), group, make_reporter, DeviceClock(), "NVIDIA-H200")  # type: ignore[arg-type]
+    telemetry = Telemetry(BatchBounds(8), group, make_reporter, "NVIDIA-H200")  # type: ignore[arg-type]
     telemetry.begin_generation(BatchBounds(8))
 
     def loss_of_report(*losses: Any, **others: float) -> float | None:
@@ -328,7 +327,7 @@ def test_another_rank_0_continues_the_run_of_a_tracker_after_the_one_before_has_
     trackers = [RecordingTracker(), RecordingTracker()]
     groups = [ReplicaGroup(RankAssignment(rank, 2), torch.device("cpu")) for rank in (0, 1)]
     both = [
-        Telemetry(BatchBounds(8), group, lambda: None, DeviceClock(), tracker=tracker, run=RunIdentity("job"))
+        Telemetry(BatchBounds(8), group, lambda: None, tracker=tracker, run=RunIdentity("job"))
         for group, tracker in zip(groups, trackers, strict=True)
     ]
 

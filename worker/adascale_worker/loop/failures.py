@@ -318,8 +318,7 @@ class StepWatchdog:
     def _end_stall(self) -> None:
         if self._stall is not None:
             self._stall = None
-            sys.stderr.write(f"adascale: rank {self._group.rank} continues\n")
-            sys.stderr.flush()
+            print(f"adascale: rank {self._group.rank} continues", file=sys.stderr, flush=True)
             self._report(None)
 
 

@@ -130,17 +130,14 @@ class Generations(Context):
         """
         group, checkpointing, trained = self.group, self.checkpointing, self.program.trained
         failure: tuple[str, str] | None = None
-        loaded, is_elsewhere = None, False
-        if group.rank == 0:
+        loaded = None
+        if group.rank > 0:
+            group.settle()
+        else:
             try:
                 # In the first generation the storage's address may be wrong, so an error is raised at once.
                 loaded = self.state.load(wait=group.generation > 1)
-                is_elsewhere = self._continues_elsewhere()
-            except AdaScaleError as error:
-                failure = described_error(error, SHARED_ERRORS)
-        group.settle(failed=is_elsewhere)
-        if group.rank == 0 and failure is None:
-            try:
+                group.settle(failed=self._continues_elsewhere())
                 if loaded is not None:
                     self.state.restore(loaded)
                     self.feed.begin_from_checkpoint()

@@ -34,7 +34,7 @@ from adascale_worker.loop.training_loop import TrainingLoop
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
-from adascale_worker.process.device import DeviceClock, find_fault, monitor_of
+from adascale_worker.process.device import DeviceClock, find_fault
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
@@ -68,7 +68,15 @@ class Training(Context):
         settings, optimizer = trained.job.settings, trained.optimizer
         is_saved = trained.checkpointing.enabled or trained.agent is not None
         feed = DataFeed(settings.bounds, group, trained.seed, progress, trained.division, is_saved=is_saved)
-        telemetry = _telemetry(trained)
+        telemetry = Telemetry(
+            settings.bounds,
+            group,
+            make_reporter,
+            trained.accelerator,
+            trained.times.sync_time,
+            trained.tracker,
+            trained.run,
+        )
         weights = FiniteWeights(optimizer, settings.max_nonfinite_steps, group)
         saved: dict[str, TrainerPart] = {
             "plan": trained.planner,
@@ -250,20 +258,6 @@ def _trained_replica(
         division=division,
         times=times,
         accumulation=accumulation,
-    )
-
-
-def _telemetry(trained: TrainedReplica) -> Telemetry:
-    return Telemetry(
-        trained.job.settings.bounds,
-        trained.group,
-        make_reporter,
-        DeviceClock(trained.device),
-        trained.accelerator,
-        trained.times.sync_time,
-        monitor_of(trained.device),
-        trained.tracker,
-        trained.run,
     )
 
 

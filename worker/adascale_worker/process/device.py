@@ -274,14 +274,10 @@ class GpuMonitor:
         return GpuUse(use, used)
 
 
-NO_GPU: Final = GpuMonitor()
-"""Measures nothing."""
-
-
 def monitor_of(device: torch.device) -> GpuMonitor:
     """Return what measures a device."""
     if device.type != "cuda":
-        return NO_GPU
+        return GpuMonitor()
     properties: Any = torch.cuda.get_device_properties(device)
     # Torch has the id without the kind of the device in front.
     return GpuMonitor([f"{kind}-{properties.uuid}" for kind in ("GPU", "MIG")])

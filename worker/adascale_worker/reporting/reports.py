@@ -27,7 +27,7 @@ from adascale_core.names import MAX_METRICS, METRIC_NAME, REPORT_INTERVAL
 from adascale_core.performance.slow_replica import SlowReplica
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.device import NO_GPU, DeviceClock, GpuMonitor
+from adascale_worker.process.device import DeviceClock, monitor_of
 from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.reporting.progress import Goodput, StepTimer, TrainingProgress
 from adascale_worker.reporting.trackers import RunIdentity, TrackedRun, Tracker
@@ -142,10 +142,8 @@ class Telemetry:
         bounds: BatchBounds,
         group: ReplicaGroup,
         make_reporter: Callable[[], Reporter | None],
-        clock: DeviceClock,
         accelerator: str = "",
         measure_sync: Callable[[], float | None] = lambda: None,
-        gpu: GpuMonitor = NO_GPU,
         tracker: Tracker | None = None,
         run: RunIdentity | None = None,
     ) -> None:
@@ -162,12 +160,12 @@ class Telemetry:
         self._reported_at = float("-inf")
         self._reported_step = 0
         self._accelerator = accelerator
-        self._clock = clock
-        self.step_timer = StepTimer(accelerator, clock)
+        self._clock = DeviceClock(group.device)
+        self.step_timer = StepTimer(accelerator, self._clock)
         self._slow: SlowReplica | None = None
         """The replica that is slower than the others, by its index; None if none is."""
         self._measure_sync = measure_sync
-        self._gpu = gpu
+        self._gpu = monitor_of(group.device)
 
     def begin_generation(self, bounds: BatchBounds) -> None:
         """Start to report if this replica is rank 0 now, and stop if it is no longer."""

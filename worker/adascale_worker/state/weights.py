@@ -112,19 +112,19 @@ class BestWeights:
         self._storage = storage
         self._sign = 1.0 if mode == "min" else -1.0
         self._lock = threading.Lock()
-        self._best: float | None = None
-        """The best value that is written or will be written."""
+        self._best = math.inf
+        """The best value that is written or will be written, negated if the highest is the best."""
         self._next: tuple[float, int, dict[str, Tensor]] | None = None
         self._thread: threading.Thread | None = None
         self._has_reported = False
 
     def offer(self, value: float, step: int, state_dict: Callable[[], Mapping[str, Any]]) -> None:
         """Keep the present weights if the metric has its best value."""
-        if not math.isfinite(value) or (self._best is not None and not self._is_better(value, self._best)):
+        if not math.isfinite(value) or not self._sign * value < self._best:
             return
         weights = plain_weights(state_dict())
         with self._lock:
-            self._best, self._next = value, (value, step, weights)
+            self._best, self._next = self._sign * value, (value, step, weights)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="adascale-best", daemon=True)
                 self._thread.start()
@@ -134,9 +134,6 @@ class BestWeights:
         thread = self._thread
         if thread is not None:
             thread.join(MAX_WAIT_AT_EXIT)
-
-    def _is_better(self, value: float, other: float) -> bool:
-        return self._sign * value < self._sign * other
 
     def _write_all(self) -> None:
         while True:
@@ -148,7 +145,7 @@ class BestWeights:
             try:
                 self._write(value, step, weights)
             except (StorageError, AdaScaleError, OSError, MemoryError) as error:
-                self._learn(None)  # The next value is compared with what is saved.
+                self._learn(math.inf)  # The next value is compared with what is saved.
                 if not self._has_reported:
                     self._has_reported = True
                     print(
@@ -157,16 +154,16 @@ class BestWeights:
                         flush=True,
                     )
 
-    def _learn(self, saved: float | None) -> None:
+    def _learn(self, saved: float) -> None:
         """Use the value that is saved, unless a better one is to be written."""
         with self._lock:
             if self._next is None:
                 self._best = saved
 
     def _write(self, value: float, step: int, weights: dict[str, Tensor]) -> None:
-        saved = [file for file in best_files(self._storage) if file.metric == self.metric]
-        best = min((file.value for file in saved), key=lambda each: self._sign * each, default=None)
-        if best is not None and not self._is_better(value, best):
+        files = [file for file in best_files(self._storage) if file.metric == self.metric]
+        best = min((self._sign * file.value for file in files), default=math.inf)
+        if not self._sign * value < best:
             self._learn(best)
             return
         size, parts = encode(weights, {"metric": self.metric, "value": repr(value), "step": str(step)})
