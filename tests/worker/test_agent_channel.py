@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from adascale_core.messages.channel import Assignment, Hold, Limited, Release, Terminate, encode
-from adascale_worker.membership.generations import AgentChannel, FollowerChannel, Membership
+from adascale_worker.membership.generations import AgentChannel, Membership
 
 LONG = 60.0
 """Seconds that no wait of these tests may take."""
@@ -86,6 +86,6 @@ def test_a_trainer_saves_and_exits_when_its_agent_requests_it_or_is_gone(
 
 def test_a_later_process_whose_agent_is_gone_sends_no_limit(tmp_path: Path) -> None:
     """An error in its place would hide that it lacks memory."""
-    FollowerChannel(str(tmp_path / "gone" / "processes")).send(Limited(4))
-    FollowerChannel(str(tmp_path / "processes")).send(Limited(4))
+    AgentChannel(None, str(tmp_path / "gone" / "processes")).send(Limited(4))
+    AgentChannel(None, str(tmp_path / "processes")).send(Limited(4))
     assert [path.name for path in tmp_path.iterdir()] == ["processes-limit"]

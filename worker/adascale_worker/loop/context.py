@@ -21,7 +21,7 @@ from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.step_failure import kind_of
-from adascale_worker.membership.generations import AgentChannel, AgentConnection, FollowerChannel
+from adascale_worker.membership.generations import AgentChannel, AgentConnection
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process import environment
@@ -271,7 +271,7 @@ def make_replica(
     if timeout is not None:
         listener = listen(environ.get(ENV_ADDRESS, "127.0.0.1"))
         secret = environment.read_secret(environ)
-        connected = AgentChannel(channel) if channel is not None else FollowerChannel(str(replica_store))
+        connected = AgentChannel(channel, replica_store)
         agent = AgentConnection(connected, listener, secret, timeout, accelerator)
     return Replica(
         device=selected,

@@ -49,10 +49,15 @@ SAVE, LEAVE = "save", "leave"
 
 
 class AgentChannel:
-    """Receives messages of the agent in a thread, and sends messages to it."""
+    """Receives messages of the agent in a thread, and sends messages to it.
 
-    def __init__(self, channel: socket.socket) -> None:
+    Only the first process of a replica has a connection. The others leave a limit of the batch size in a file
+    beside that in which they find each other; the agent reads it at the end.
+    """
+
+    def __init__(self, channel: socket.socket | None, replica_store: str | None = None) -> None:
         self._socket = channel
+        self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
         self._changed = threading.Condition()
         self._changes = self._known_changes = 0
         self.newest: Assignment | Release | None = None
@@ -65,9 +70,11 @@ class AgentChannel:
 
     def start(self, receiver: Membership) -> None:
         """Start to receive messages, for `receiver`, in a thread."""
-        threading.Thread(
-            target=self._receive, args=[receiver], name="adascale-agent-channel", daemon=True
-        ).start()
+        if self._socket is not None:
+            arguments = self._socket, receiver
+            threading.Thread(
+                target=self._receive, args=arguments, name="adascale-agent-channel", daemon=True
+            ).start()
 
     @property
     def newest_generation(self) -> int:
@@ -90,12 +97,18 @@ class AgentChannel:
             self._changed.notify_all()
 
     def send(self, message: TrainerMessage) -> None:
-        """Send a message. Does nothing if the agent is gone: then this process ends."""
+        """Send a message. Does nothing if that fails: this process ends if the agent is gone."""
         with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(encode(message))
+            if self._socket is not None:
+                self._socket.sendall(encode(message))
+            elif isinstance(message, Limited):
+                # Another process may write its own at the same time.
+                draft = self._limit.with_name(f"{self._limit.name}-{os.getpid()}")
+                draft.write_bytes(encode(message))
+                draft.replace(self._limit)
 
-    def _receive(self, receiver: Membership) -> None:
-        with contextlib.suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
+    def _receive(self, channel: socket.socket, receiver: Membership) -> None:
+        with contextlib.suppress(OSError), channel.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 self._handle(agent_message(line), receiver)
         self.is_closed = True
@@ -117,29 +130,6 @@ class AgentChannel:
             case Release() if message.generation > self.newest_generation:
                 self.newest = message
         self.notify()
-
-
-class FollowerChannel(AgentChannel):
-    """In place of the connection with the agent, in processes that have none."""
-
-    def __init__(self, replica_store: str) -> None:
-        self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
-        self.newest, self.refusal, self.is_closed = None, None, False
-
-    def start(self, receiver: Membership) -> None:
-        """Receive nothing."""
-
-    def send(self, message: TrainerMessage) -> None:
-        """Leave a limit of the batch size to the agent, which reads it at the end. Ignore all else.
-
-        Does nothing if the file cannot be written: then the lack of memory ends this process as it is.
-        """
-        if isinstance(message, Limited):
-            # Another process may write its own at the same time.
-            draft = self._limit.with_name(f"{self._limit.name}-{os.getpid()}")
-            with contextlib.suppress(OSError):
-                draft.write_bytes(encode(message))
-                draft.replace(self._limit)
 
 
 class LeaveError(Exception):
@@ -179,7 +169,7 @@ class Membership:
     """Forms the groups of generations, as the agent assigns them.
 
     It receives the messages of the agent, in the first process of a replica, and observes the group. Other
-    processes of a replica enter what the first enters; their `FollowerChannel` receives and reports nothing.
+    processes of a replica enter what the first enters.
     """
 
     def __init__(

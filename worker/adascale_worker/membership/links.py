@@ -173,13 +173,9 @@ class MembershipLinks:
 
     def close(self) -> None:
         """Send `leave` to the other members, and stop."""
-        if os.getpid() != self._pid:
-            return
-
-        def command() -> None:
+        if os.getpid() == self._pid:
             self._closing = True
-
-        self._submit(command)
+            self._submit(lambda: None)
 
     def _submit(self, command: Callable[[], None]) -> None:
         with self._lock:
