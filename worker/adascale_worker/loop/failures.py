@@ -45,17 +45,8 @@ class MemoryShortage:
         self._device = replica.device
         self._channel = replica.channel
         self._loop = loop
-        self._limit: int | None = None
-
-    @property
-    def awaits_retry(self) -> bool:
-        """Whether the samples of a discarded step follow in smaller batches, without another generation."""
-        return self._limit is not None
-
-    def take_limit(self) -> int | None:
-        """Return the limit of the local batch size for these samples, once."""
-        limit, self._limit = self._limit, None
-        return limit
+        self.limit: int | None = None
+        """Of the local batch size, with which the samples of a discarded step follow; None if none do."""
 
     def handle(self, error: BaseException) -> bool:
         """Whether `error` means that a batch does not fit, and its samples can follow in smaller batches."""
@@ -69,7 +60,7 @@ class MemoryShortage:
         if limit is None:
             return False
         if self._channel is None:
-            self._limit = limit
+            self.limit = limit
         else:
             self._group.fail()
         return True

@@ -166,18 +166,20 @@ class Generations(Context):
         Another controller has continued the job, such as `adascale run` on the checkpoints of a cluster. Then
         the service has to begin a later generation.
         """
-        later = self.checkpointing.later_generation(self.state.info())
-        if later is None or self.channel is None:
+        last, info = self.checkpointing.manifest, self.state.info()
+        if self.channel is None or last is None or last.incarnation != info.incarnation:
+            return False
+        if last.generation <= info.generation:
             return False
         if not self.group.is_main:
             return True
         print(
-            f"adascale: the last checkpoint is of generation {later}, and this is generation "
+            f"adascale: the last checkpoint is of generation {last.generation}, and this is generation "
             f"{self.group.generation}: the job was continued elsewhere. It continues here in a later "
             "generation",
             flush=True,
         )
-        self.channel.send(SavedElsewhere(later))
+        self.channel.send(SavedElsewhere(last.generation))
         return True
 
     def _transfer(self, sources: Sequence[int]) -> None:
@@ -200,7 +202,8 @@ class Generations(Context):
 
     def retry_in_smaller_batches(self) -> None:
         """Deliver the samples of a step that lacked memory again, in smaller batches. Without an agent."""
-        self.job.limit_local_bsz(self.shortage.take_limit())
+        self.job.limit_local_bsz(self.shortage.limit)
+        self.shortage.limit = None
         self.steps.discard()
         self.failure.clear()
         release_memory()

@@ -153,7 +153,7 @@ class TrainingLoop(Context):
                 # Includes batches for which the program made no step.
                 progress.end_step()
             try:
-                if self.shortage.awaits_retry:
+                if self.shortage.limit is not None:
                     self.generations.retry_in_smaller_batches()
                 elif self.group.has_failed:
                     self.generations.recover()

@@ -196,7 +196,6 @@ class Membership:
         """The newest generation that the service has ended before or after this trainer entered it."""
         self._left: set[int] = set()
         """Replicas that have left the present generation at an agreed step."""
-        self._holding_step: int | None = None
         self._is_holding = False
         self._has_stepped = False
         self._has_reported_termination = False
@@ -265,7 +264,7 @@ class Membership:
         self._void = generation
         self._group.fail(generation)
         # Now, because the main thread may run code of the program for long.
-        self._report_holding(self._step)
+        self._report_holding()
 
     # -- losses -------------------------------------------------------------------------------------------
 
@@ -273,7 +272,7 @@ class Membership:
         if links is self._links and links.broken:
             self._group.fail(links.assignment.generation)
             if self._is_holding:
-                self._report_holding(self._holding_step)
+                self._report_holding()
         self._channel.notify()
 
     def peers_lost(self, generation: int) -> None:
@@ -282,21 +281,17 @@ class Membership:
         if links is not None and links.assignment.generation == generation:
             links.break_up()
 
-    @property
-    def _step(self) -> int | None:
-        """The step of the state; None without a state."""
-        number = self._state.number
-        return None if number is None else number[1]
-
-    def _report_holding(self, step: int | None) -> None:
+    def _report_holding(self) -> None:
         """Report that this trainer waits for another generation, unless it was terminated and leaves."""
         if self._shutdown_request.is_made:
             return
         lost = set(self._left)
         if self._links is not None:
             lost |= self._links.lost
-        self._is_holding, self._holding_step = True, step
+        self._is_holding = True
         generation = max(self._tried, self._void)
+        number = self._state.number
+        step = None if number is None else number[1]
         self._channel.send(Holding(generation, step, tuple(sorted(lost))))
 
     # -- entering a generation ----------------------------------------------------------------------------
@@ -331,7 +326,7 @@ class Membership:
 
     def _wait_for_assignment(self) -> Formed:
         if self._channel.newest_generation <= max(self._tried, self._void) > 0:
-            self._report_holding(self._step)
+            self._report_holding()
         while True:
             if self._channel.refusal is not None:
                 raise WorkerError(self._channel.refusal)

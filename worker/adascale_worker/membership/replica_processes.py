@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -205,7 +206,6 @@ class ReplicaProcesses:
         self.rank = rank
         self.count = count
         self._device = device
-        self._mesh: DeviceMesh | None = None
         self._is_formed = False
         self._messages: ReplicaMessages | None = None
         self._watch: ProcessWatch | None = None
@@ -238,14 +238,12 @@ class ReplicaProcesses:
         if was_formed and dist.is_initialized():
             dist.destroy_process_group()
 
-    @property
+    @cached_property
     def mesh(self) -> DeviceMesh:
         """The device mesh of these processes: shape (G,), with the dimension "shard"."""
-        if self._mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import init_device_mesh
 
-            self._mesh = init_device_mesh(self._device.type, (self.count,), mesh_dim_names=("shard",))
-        return self._mesh
+        return init_device_mesh(self._device.type, (self.count,), mesh_dim_names=("shard",))
 
     def share(self, value: Any) -> Any:
         """Return the leader's `value` on all processes. It consists of what JSON has."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -177,44 +178,40 @@ class _File:
         self._file = file
         self._chunk_bytes = manifest.chunk_bytes
         self.path = storage.path(file.state)
-        self._layout: StateFileLayout | None = None
-        self._index: TensorIndex | None = None
-        self._shards: Shards | None = None
 
-    @property
+    @cached_property
     def layout(self) -> StateFileLayout:
         """Where its tensors are. Read once."""
-        if self._layout is None:
-            header = self._read_verified(0, lambda: f"{self.path} is damaged in its header")
-            try:
-                layout = read_layout(header)
-            except InvalidSpecError as error:
-                raise DamagedError(f"{self.path} is damaged: {error}") from error
-            expected = len(layout.header) + layout.data_bytes
-            if self._file.bytes != expected or self._file.header_bytes != len(layout.header):
-                raise DamagedError(
-                    f"{self.path} is damaged: its tensors need {expected} bytes, not {self._file.bytes}"
-                )
-            self._layout = layout
-        return self._layout
+        header = self._read_verified(0, lambda: f"{self.path} is damaged in its header")
+        try:
+            layout = read_layout(header)
+        except InvalidSpecError as error:
+            raise DamagedError(f"{self.path} is damaged: {error}") from error
+        expected = len(layout.header) + layout.data_bytes
+        if self._file.bytes != expected or self._file.header_bytes != len(layout.header):
+            raise DamagedError(
+                f"{self.path} is damaged: its tensors need {expected} bytes, not {self._file.bytes}"
+            )
+        return layout
 
-    @property
+    @cached_property
     def index(self) -> TensorIndex:
         """The places of its tensors in the state."""
-        if self._index is None:
-            self._index = TensorIndex(self.layout.spec)
-        return self._index
+        return TensorIndex(self.layout.spec)
+
+    @cached_property
+    def _described(self) -> Shards:
+        return Shards.from_state(self.index.value(KEY))
 
     def shards(self, process: int, count: int) -> Shards:
         """Return what it describes as its shards."""
-        if self._shards is None:
-            self._shards = Shards.from_state(self.index.value(KEY))
-        if (self._shards.process, self._shards.count) != (process, count):
+        found = self._described
+        if (found.process, found.count) != (process, count):
             raise DamagedError(
-                f"{self.path} is damaged: it is of process {self._shards.process} of {self._shards.count}, "
-                f"not {process} of {count}"
+                f"{self.path} is damaged: it is of process {found.process} of {found.count}, not {process} "
+                f"of {count}"
             )
-        return self._shards
+        return found
 
     def read(self, process: int = 0, count: int = 1) -> Tree:
         """Return the state, or the part of a process."""

@@ -172,13 +172,6 @@ class Checkpointing:
             self._saved_at = time.monotonic() - max(time.time() - manifest.saved_at, 0.0)
         return state
 
-    def later_generation(self, info: CheckpointInfo) -> int | None:
-        """Return the generation of the restored checkpoint of this job if `info` is of an earlier one."""
-        last = self.manifest
-        if last is None or last.incarnation != info.incarnation or last.generation <= info.generation:
-            return None
-        return last.generation
-
     def keep_final(self, *, is_final: bool) -> None:
         """Use the checkpoint that rank 0 has restored; `is_final`: that of the end of training."""
         self.has_final = self._is_final_written = is_final

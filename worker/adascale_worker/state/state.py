@@ -107,10 +107,10 @@ class State:
         """The number of the state, as it is after an unfinished step is put back; None without a state."""
         if self.generation is None:
             return None
-        if self._undo.state is None:
+        before = self._undo.state  # read once, since another thread may ask
+        if before is None:
             return self.generation, self._progress.step, self._progress.consumed
-        before = self._undo.state["progress"]
-        return self.generation, before["step"], before["consumed"]
+        return self.generation, before["progress"]["step"], before["progress"]["consumed"]
 
     # -- contents -----------------------------------------------------------------------------------------
 
