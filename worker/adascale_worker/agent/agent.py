@@ -95,12 +95,8 @@ class Events:
         # A SimpleQueue, unlike other locks, can be used in a signal handler.
         self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._parent = os.getppid()
-        self._terminating = False
-
-    @property
-    def terminating(self) -> bool:
+        self.terminating = False
         """Whether the agent must exit, by SIGTERM, SIGINT, SIGHUP or the death of its parent."""
-        return self._terminating
 
     def notify(self) -> None:
         """Wake up `wait`. Safe in any thread."""
@@ -108,13 +104,13 @@ class Events:
 
     def terminate(self) -> None:
         """Make the agent exit. Safe in a signal handler."""
-        self._terminating = True
+        self.terminating = True
         self._queue.put(None)
 
     def wait(self) -> None:
         """Wait for the next event, for `POLL_INTERVAL` at most."""
         if os.getppid() == 1 and self._parent != 1:
-            self._terminating = True
+            self.terminating = True
         reap_orphans()
         try:
             self._queue.get(timeout=POLL_INTERVAL)

@@ -40,8 +40,10 @@ class Heartbeat:
         self._changed = threading.Condition()
         self._registration: Registration | None = None
         self._acknowledged: Registration | None = None
-        self._view: AllocationView | None = None
-        self._error: str | None = None
+        self.view: AllocationView | None = None
+        """The latest view of the job's generations; None before the first answer."""
+        self.error: str | None = None
+        """Why the last request failed; None if it succeeded."""
         self._refusal: str | None = None
         self._refused_at: float | None = None
         self._refusal_timeout = HEARTBEAT_TIMEOUT + REFUSAL_GRACE
@@ -50,16 +52,6 @@ class Heartbeat:
         """The secret of the job's members; empty before the first answer to a registration."""
         self.left_out: str | None = None
         """The registered trainer, if it can take part in no generation any more."""
-
-    @property
-    def view(self) -> AllocationView | None:
-        """The latest view of the job's generations; None before the first answer."""
-        return self._view
-
-    @property
-    def error(self) -> str | None:
-        """Why the last request failed; None if it succeeded."""
-        return self._error
 
     @property
     def refusal(self) -> str | None:
@@ -95,7 +87,7 @@ class Heartbeat:
             with self._changed:
                 while self._registration is None:
                     self._changed.wait()
-                registration, before = self._registration, self._view
+                registration, before = self._registration, self.view
             try:
                 answer = self._send(registration)
                 self._record_answer(answer, registration)
@@ -126,7 +118,7 @@ class Heartbeat:
     def _read_generations(self) -> None:
         backoff = Backoff()
         while True:
-            before = self._view
+            before = self.view
             try:
                 if before is None:
                     self._update_view(self._client.get_allocation(self._job_id), before)
@@ -160,18 +152,18 @@ class Heartbeat:
     def _update_view(self, view: AllocationView, before: AllocationView | None) -> None:
         """Store the view of an answer."""
         with self._changed:
-            self._error = None
+            self.error = None
             # The answers to the two threads can overtake each other, so an answer with a lower version may be
             # old. If no other answer arrived since the request, the service has lost its data and its
             # versions restarted.
-            latest = self._view
+            latest = self.view
             is_old = latest is not None and latest is not before and view.version <= latest.version
             if is_old or view == latest:
                 return
-            self._view = AllocationView(view.version, view.desired, view.active, view.broken, view.complete)
+            self.view = AllocationView(view.version, view.desired, view.active, view.broken, view.complete)
         self._on_change()
 
     def _record_error(self, error: ServiceError) -> None:
-        if self._error is None:
+        if self.error is None:
             print(f"adascale-agent: {error}; retrying", flush=True)
-        self._error = str(error)
+        self.error = str(error)

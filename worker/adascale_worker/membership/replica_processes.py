@@ -207,7 +207,8 @@ class ReplicaProcesses:
         self.count = count
         self._device = device
         self._is_formed = False
-        self._messages: ReplicaMessages | None = None
+        self.messages: ReplicaMessages | None = None
+        """Messages of threads beside the main one, over a group of their own; None with one process."""
         self._watch: ProcessWatch | None = None
 
     @property
@@ -223,7 +224,7 @@ class ReplicaProcesses:
             own = dist.PrefixStore("beside", store)  # type: ignore[attr-defined]
             beside = process_group_beside(own, self.rank, self.count, _HOST, timeout, share_a_gpu=False)
             set_timeout_of(beside, MESSAGE_TIMEOUT)
-            self._messages = ReplicaMessages(beside)
+            self.messages = ReplicaMessages(beside)
 
     def watch(self, path: str, timeout: float) -> None:
         """End this process when another one is frozen, until `close`."""
@@ -234,7 +235,7 @@ class ReplicaProcesses:
         """Destroy torch's default process group, if `form` has made it. May be called again."""
         if self._watch is not None:
             self._watch.stop()
-        was_formed, self._is_formed, self._messages = self._is_formed, False, None
+        was_formed, self._is_formed, self.messages = self._is_formed, False, None
         if was_formed and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -252,11 +253,6 @@ class ReplicaProcesses:
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all processes, in their order. They consist of what JSON has."""
         return [value] if self.count == 1 else ReplicaMessages(_default_group()).gather(value)
-
-    @property
-    def messages(self) -> ReplicaMessages | None:
-        """Messages of threads beside the main one, over a group of their own; None with one process."""
-        return self._messages
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true in one of the processes."""
