@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import json
 import os
+import queue
 import random
 import secrets
 import selectors
@@ -120,8 +121,7 @@ class MembershipLinks:
         self._arrived: dict[int, StateNumber | None] = {}
         self._arrived_at: float | None = None
         self._closing = False
-        self._commands: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -178,8 +178,7 @@ class MembershipLinks:
             self._submit(lambda: None)
 
     def _submit(self, command: Callable[[], None]) -> None:
-        with self._lock:
-            self._commands.append(command)
+        self._commands.put(command)
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"!")
 
@@ -209,10 +208,8 @@ class MembershipLinks:
                 wake_at = min(wake_at, max(self._retry_at, now))
             for key, _ in self._selector.select(max(0.0, wake_at - now)):
                 self._on_ready(key.data)
-            with self._lock:
-                commands, self._commands = self._commands, []
-            for command in commands:
-                command()
+            while not self._commands.empty():
+                self._commands.get()()
             if self._closing:
                 self._end()
                 return
