@@ -11,7 +11,8 @@ from typing import cast
 import pytest
 
 from adascale_core.messages.channel import Assignment, Hold, Limited, Release, Terminate, encode
-from adascale_worker.membership.generations import AgentChannel, Membership
+from adascale_worker.membership.generations import Membership
+from adascale_worker.membership.links import AgentChannel
 
 LONG = 60.0
 """Seconds that no wait of these tests may take."""

@@ -16,8 +16,8 @@ import torch
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.membership import links as membership_links
-from adascale_worker.membership.generations import AgentChannel, AgentConnection, Membership
-from adascale_worker.membership.links import Formation, MembershipLinks, OtherVersionError
+from adascale_worker.membership.generations import AgentConnection, Membership
+from adascale_worker.membership.links import AgentChannel, Formation, MembershipLinks, OtherVersionError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment, listen, package_version
 from adascale_worker.process.shutdown_request import ShutdownRequest

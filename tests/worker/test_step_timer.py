@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.process.device import MAX_PENDING
+from adascale_worker.process.device import MAX_PENDING, DeviceClock
 from adascale_worker.reporting.progress import StepTimer
 
 PLAN = BatchPlan(1, 4)
@@ -77,10 +77,11 @@ def test_a_plan_is_measured_on_each_number_of_nodes() -> None:
     }
 
 
-class LateDevice:
+class LateDevice(DeviceClock):
     """A device that is behind the program: it has passed the marks up to `now`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.now = 0.0
 
     def mark(self) -> float:

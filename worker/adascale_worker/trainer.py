@@ -36,7 +36,7 @@ from adascale_worker.loop.context import make_replica
 from adascale_worker.loop.evaluation import Evaluation, average
 from adascale_worker.loop.training import Training
 from adascale_worker.loop.training_loop import DataLoop
-from adascale_worker.membership.generations import AgentChannel
+from adascale_worker.membership.links import AgentChannel
 from adascale_worker.process import environment
 from adascale_worker.process.download_lock import download_lock
 from adascale_worker.process.environment import check_arguments, describe_differences

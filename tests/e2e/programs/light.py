@@ -10,11 +10,15 @@ import os
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING, cast
 
 from adascale_core.messages.channel import Assignment, Finished, Holding, Ready, Release, Running
-from adascale_worker.membership.generations import AgentChannel
+from adascale_worker.membership.links import AgentChannel
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
+
+if TYPE_CHECKING:
+    from adascale_worker.membership.generations import Membership
 
 descriptor = environment.take_agent_channel(os.environ)
 assert descriptor is not None
@@ -34,7 +38,7 @@ class Receiver:
             os._exit(75)
 
 
-channel.start(Receiver())
+channel.start(cast("Membership", Receiver()))
 listener = listen("127.0.0.1")
 channel.send(Ready(listener.getsockname()[1]))
 while channel.newest is None:

@@ -21,7 +21,8 @@ from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.step_failure import kind_of
-from adascale_worker.membership.generations import AgentChannel, AgentConnection
+from adascale_worker.membership.generations import AgentConnection
+from adascale_worker.membership.links import AgentChannel
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process import environment

@@ -1,4 +1,4 @@
-"""Connections between the members of a generation, over which they notice each other's loss.
+"""The connections of a trainer: with its agent, and with the other members, whose loss they show.
 
 The members connect to the member of rank 0. A connection that is closed without `leave`, or silence for the
 peer timeout, means that the member at its other end is lost. Both ends authenticate each other by a secret of
@@ -27,11 +27,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from adascale_core.messages.channel import Assignment
+from adascale_core.messages.channel import (
+    AgentMessage,
+    Assignment,
+    Hold,
+    Limited,
+    Refuse,
+    Release,
+    Terminate,
+    TrainerMessage,
+    agent_message,
+    encode,
+)
+from adascale_core.names import LIMIT_FILE_SUFFIX
 from adascale_worker.errors import WorkerError
 from adascale_worker.process.environment import package_version
+
+if TYPE_CHECKING:
+    from adascale_worker.membership.generations import Membership
 
 MIN_ARRIVAL_TIMEOUT: Final = 10.0
 """Seconds for a member to connect while a generation is formed; more if the peer timeout is long."""
@@ -47,6 +63,91 @@ MAX_HANDSHAKE_LINE: Final = 4096
 """Bytes of a message of a connection that is not authenticated."""
 MAX_PENDING: Final = 256
 """Maximum number of connections that are not authenticated, in addition to one of each member."""
+
+
+class AgentChannel:
+    """Receives messages of the agent in a thread, and sends messages to it.
+
+    Only the first process of a replica has a connection. The others leave a limit of the batch size in a file
+    beside that in which they find each other; the agent reads it at the end.
+    """
+
+    def __init__(self, channel: socket.socket | None, replica_store: str | None = None) -> None:
+        self._socket = channel
+        self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
+        self._changed = threading.Condition()
+        self._changes = self._known_changes = 0
+        self.newest: Assignment | Release | None = None
+        """The message for the newest generation; None before the first."""
+        self.refusal: str | None = None
+        """Why the agent refuses this trainer; None if it does not."""
+        self.is_closed = False
+        """Whether the agent has closed the connection."""
+        self._sending = threading.Lock()
+
+    def start(self, receiver: Membership) -> None:
+        """Start to receive messages, for `receiver`, in a thread."""
+        if self._socket is not None:
+            arguments = self._socket, receiver
+            threading.Thread(
+                target=self._receive, args=arguments, name="adascale-agent-channel", daemon=True
+            ).start()
+
+    @property
+    def newest_generation(self) -> int:
+        """The generation of `newest`; 0 before the first."""
+        return 0 if self.newest is None else self.newest.generation
+
+    def wait(self, timeout: float) -> None:
+        """Wait for a message or a call of `notify` since the last `wait`, at most `timeout` seconds.
+
+        Only one thread may wait.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes != self._known_changes, timeout)
+            self._known_changes = self._changes
+
+    def notify(self) -> None:
+        """End `wait`, also a later one if none waits now."""
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
+    def send(self, message: TrainerMessage) -> None:
+        """Send a message. Does nothing if that fails: this process ends if the agent is gone."""
+        with self._sending, contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.sendall(encode(message))
+            elif isinstance(message, Limited):
+                # Another process may write its own at the same time.
+                draft = self._limit.with_name(f"{self._limit.name}-{os.getpid()}")
+                draft.write_bytes(encode(message))
+                draft.replace(self._limit)
+
+    def _receive(self, channel: socket.socket, receiver: Membership) -> None:
+        with contextlib.suppress(OSError), channel.makefile("r", encoding="utf-8") as lines:
+            for line in lines:
+                self._handle(agent_message(line), receiver)
+        self.is_closed = True
+        # The death of an agent ends its child process, which may be a shell that has started this one.
+        receiver.terminate()
+        self.notify()
+
+    def _handle(self, message: AgentMessage | None, receiver: Membership) -> None:
+        match message:
+            case Refuse(reason):
+                self.refusal = reason
+            case Terminate():
+                receiver.terminate()
+            case Hold(generation):
+                receiver.hold(generation)
+            case Assignment() if message.generation > self.newest_generation:
+                receiver.assign(message)
+                self.newest = message
+            case Release() if message.generation > self.newest_generation:
+                self.newest = message
+        self.notify()
+
 
 StateNumber = tuple[int, int, int]
 """Which state a member has: the generation in which it was last equal on all members, the step, and the
