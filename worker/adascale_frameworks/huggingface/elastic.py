@@ -18,7 +18,7 @@ from adascale_frameworks.huggingface.elastic_trainer import (
     require_train_dataset,
 )
 from adascale_frameworks.huggingface.private import forget_launcher_state, use_one_gpu
-from adascale_frameworks.huggingface.run import ElasticCallbackHandler, TrainingRun
+from adascale_frameworks.huggingface.run import TrainingRun
 from adascale_worker.errors import WorkerError
 from adascale_worker.process import environment
 from adascale_worker.program.hyperparameters import Choice
@@ -75,7 +75,7 @@ def elastic(
     samples = require_train_dataset(trainer)
     made, batch_size = _make_elastic_trainer(trainer, samples, batch_size, options)
     _run_as_one_process(trainer)
-    run = TrainingRun(made, hyperparameters)
+    run = TrainingRun(trainer, made, hyperparameters)
     own = type(trainer)
     trainer.__class__ = type(f"Elastic{own.__name__}", (ElasticMixin, own), {"__module__": own.__module__})
     values: dict[str, Any] = {
@@ -83,11 +83,11 @@ def elastic(
         "_elastic_run": run,
         "_elastic_order": order,
         "_elastic_batch_size": batch_size,
-        "callback_handler": ElasticCallbackHandler(trainer.callback_handler, trainer, run),
+        "callback_handler": run,
     }
     for name, value in values.items():
         setattr(trainer, name, value)
-    run.follow_rank(trainer)
+    run.follow_rank()
     return trainer
 
 

@@ -79,7 +79,7 @@ class ElasticMixin:
             self._elastic_order,
             self._elastic_batch_size,
             pin_memory=self.args.device.type == "cuda",
-            begin_batch=lambda: run.begin_batch(self),
+            begin_batch=run.begin_batch,
         )
         if len(run.data.dataset) != len(self.train_dataset):
             raise WorkerError(
@@ -175,7 +175,7 @@ class ElasticMixin:
             return  # Training was finished before this process began.
         control = self.control
         if control.should_log or control.should_evaluate or control.should_save:
-            run.synchronize(self)
+            run.synchronize()
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         run.stop_if_requested(self.control)
 
@@ -184,7 +184,7 @@ class ElasticMixin:
         run = self._elastic_run
         if run.is_entered:
             if "train_loss" in logs:
-                run.synchronize(self)
+                run.synchronize()
                 logs["train_loss"] = run.losses.total_mean
             elif "loss" in logs:
                 logs["loss"] = run.losses.take_interval()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainingArguments
@@ -20,10 +19,16 @@ STATE_NAME = "huggingface"
 """The name under which the state is registered with `program_reentry`."""
 
 
-class TrainingRun:
-    """The progress of a training, in the framework's terms."""
+class TrainingRun(CallbackHandler):  # type: ignore[misc]
+    """The progress of a training in the framework's terms, and its callbacks, which are called once per step.
 
-    def __init__(self, elastic: ElasticTrainer, hyperparameters: Choice) -> None:
+    A step that is worth three at the initial batch size calls `on_step_end` three times, with a `global_step`
+    that rises by one. `control` has what any of these calls has requested.
+    """
+
+    def __init__(self, trainer: Any, elastic: ElasticTrainer, hyperparameters: Choice) -> None:
+        self.__dict__.update(vars(trainer.callback_handler))
+        self._trainer = trainer
         self.elastic = elastic
         self._hyperparameters = hyperparameters
         self.losses = LossSums()
@@ -40,8 +45,9 @@ class TrainingRun:
 
     # -- the beginning ----------------------------------------------------------------------------------
 
-    def enter(self, trainer: Any) -> None:
+    def enter(self) -> None:
         """Make model, optimizer and scheduler elastic, and restore the state of training."""
+        trainer = self._trainer
         if trainer.model_wrapped is not trainer.model:
             raise WorkerError(
                 f"the Trainer has wrapped its model in {type(trainer.model_wrapped).__name__}, but the "
@@ -61,31 +67,21 @@ class TrainingRun:
             trainer.args.eval_on_start = False
         self._progress = self.elastic.progress
         self._tokens = trainer.state.num_input_tokens_seen
-        self.follow_rank(trainer)
+        self.follow_rank()
 
     # -- steps ------------------------------------------------------------------------------------------
 
-    def begin_batch(self, trainer: Any) -> None:
+    def begin_batch(self) -> None:
         """Prepare for the next micro-batch."""
-        self.follow_rank(trainer)
+        self.follow_rank()
         if self.elastic.begins_step:
             self.losses.begin_step()
 
-    def global_step(self, state: TrainerState) -> int:
-        """The whole steps at the initial batch size so far, at most as many as training has."""
-        return min(math.floor(self._progress), int(state.max_steps))
-
-    def advance(self, state: TrainerState) -> range:
-        """Count a complete step, and return the steps at the initial batch size that it has completed."""
-        self.losses.finish_step(self.elastic.step_weight, only_finite=self._only_finite)
-        before, self._progress = self._progress, self.elastic.progress
-        done = crossed(1, before, self._progress)
-        return range(done.start, min(done.stop, state.max_steps + 1))
-
-    def epoch(self) -> float:
-        """The epochs so far."""
+    def _set_counts(self, state: TrainerState) -> None:
+        """Set the whole steps at the initial batch size, at most as many as training has, and the epochs."""
         assert self.data is not None
-        return self._progress / self.data.steps_per_epoch
+        state.global_step = min(math.floor(self._progress), int(state.max_steps))
+        state.epoch = self._progress / self.data.steps_per_epoch
 
     def stop_if_requested(self, control: TrainerControl) -> None:
         """End training on all replicas, if a callback has requested it.
@@ -107,19 +103,23 @@ class TrainingRun:
 
     # -- all replicas -----------------------------------------------------------------------------------
 
-    def follow_rank(self, trainer: Any) -> None:
+    def follow_rank(self) -> None:
         """Let the framework know the present rank of this replica, which says who writes files and logs."""
+        trainer = self._trainer
         rank, is_main = self.elastic.rank, self.elastic.is_main
         for state in (trainer.args.distributed_state, trainer.accelerator.state):
             state.process_index = state.local_process_index = rank
         trainer.state.is_world_process_zero = trainer.state.is_local_process_zero = is_main
         if is_main and self._was_main is False:
-            _begin_bars(trainer.callback_handler.callbacks, trainer.args, trainer.state, trainer.control)
+            # Progress bars begin on a replica that has become the one which shows them.
+            for callback in self.callbacks:
+                if isinstance(callback, ProgressCallback):
+                    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
         self._was_main = is_main
 
-    def synchronize(self, trainer: Any) -> None:
+    def synchronize(self) -> None:
         """Add up over the replicas what each has counted since the last call, on all of them alike."""
-        state = trainer.state
+        trainer, state = self._trainer, self._trainer.state
         sums = self.elastic.sum_over_replicas(
             **self.losses.take(),
             tokens=float(state.num_input_tokens_seen - self._tokens),
@@ -130,49 +130,28 @@ class TrainingRun:
         trainer.current_flos = sums["operations"]
         self.losses.add_sums(sums["loss"], sums["steps"])
 
-
-def _begin_bars(
-    callbacks: list[Any], args: TrainingArguments, state: TrainerState, control: TrainerControl
-) -> None:
-    """Let progress bars begin on a replica that has become the one which shows them."""
-    for callback in callbacks:
-        if isinstance(callback, ProgressCallback):
-            begin: Callable[..., Any] = callback.on_train_begin
-            begin(args, state, control)
-
-
-class ElasticCallbackHandler(CallbackHandler):  # type: ignore[misc]
-    """Calls the callbacks of a trainer once per step, although its loop runs once per micro-batch.
-
-    A step that is worth three at the initial batch size calls `on_step_end` three times, with a `global_step`
-    that rises by one. `control` has what any of these calls has requested.
-    """
-
-    def __init__(self, original: CallbackHandler, trainer: Any, run: TrainingRun) -> None:
-        self.__dict__.update(vars(original))
-        self._trainer = trainer
-        self._run = run
+    # -- callbacks ----------------------------------------------------------------------------------------
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Begin a step, with its first micro-batch. What callbacks have requested inside a step stays."""
-        if self._run.is_inside_step:
+        if self.is_inside_step:
             return control
-        self._run.is_inside_step = True
+        self.is_inside_step = True
         return super().on_step_begin(args, state, control, **kwargs)
 
     def call_event(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call the callbacks for an event, if it is one of the elastic training too."""
-        run, elastic = self._run, self._run.elastic
+        elastic = self.elastic
         match event:
             case "on_train_begin":
                 # The state of training is restored before.
-                run.enter(self._trainer)
+                self.enter()
             case "on_epoch_begin":
-                run.follow_rank(self._trainer)
+                self.follow_rank()
                 if elastic.finished:
                     return control
             case "on_pre_optimizer_step" if not elastic.completes_step:
@@ -185,33 +164,34 @@ class ElasticCallbackHandler(CallbackHandler):  # type: ignore[misc]
                 return control
             case "on_train_end":
                 # The end of training is saved before.
-                run.end()
-                run.follow_rank(self._trainer)
+                self.end()
+                self.follow_rank()
         return super().call_event(event, args, state, control, **kwargs)
 
     def _end_micro_batch(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Count a micro-batch, and after the last one of a step its steps at the initial batch size."""
-        run = self._run
-        if not run.elastic.made_step:
+        if not self.elastic.made_step:
             # The loop has counted the micro-batch as a step.
-            state.global_step, state.epoch = run.global_step(state), run.epoch()
+            self._set_counts(state)
             return self.on_substep_end(args, state, control, **kwargs)
-        run.is_inside_step = False
-        completed = run.advance(state)
-        state.global_step, state.epoch = run.global_step(state), run.epoch()
-        for step in completed:
+        self.is_inside_step = False
+        self.losses.finish_step(self.elastic.step_weight, only_finite=self._only_finite)
+        before, self._progress = self._progress, self.elastic.progress
+        self._set_counts(state)
+        completed = crossed(1, before, self._progress)
+        for step in range(completed.start, min(completed.stop, state.max_steps + 1)):
             state.global_step = step
             control = super().call_event("on_step_end", args, state, control, **kwargs)
         return control
 
     def _leave_epoch(self, control: TrainerControl) -> bool:
         """Leave an epoch, stop after the last one, and return whether this replica has trained in it."""
-        data, finished = self._run.data, self._run.elastic.finished
+        data, finished = self.data, self.elastic.finished
         assert data is not None
         data.leave()
-        self._run.follow_rank(self._trainer)
+        self.follow_rank()
         if not data.has_delivered:
             # This replica has joined at the end of an epoch. The loop takes that for the end of all data.
             control.should_training_stop = False
