@@ -25,9 +25,9 @@ from adascale_core.batch.gain import GradientEstimate, require_max_gain, require
 from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.observation import Observer, Report, report_to
 from adascale_worker.scaling.statistics.all_reduce import Shards, StatisticsJoinHook
-from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
+from adascale_worker.scaling.statistics.gain_estimator import GainEstimator
 from adascale_worker.scaling.statistics.norms import local_shard
-from adascale_worker.scaling.statistics.steps import Sampling, StepSettings
+from adascale_worker.scaling.statistics.steps import GainOptions, Sampling, StepSettings
 from adascale_worker.scaling.supported_optimizers import (
     require_count,
     require_readable,

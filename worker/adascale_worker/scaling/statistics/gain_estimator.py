@@ -1,7 +1,7 @@
 """Estimates the gain of an optimizer's steps: which steps are measured, and the averages over them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,24 +10,10 @@ from torch.amp import GradScaler
 
 from adascale_core.batch.gain import GradientEstimate, default_smoothing, total
 from adascale_worker.scaling.rules import ScalingRule
-from adascale_worker.scaling.statistics.all_reduce import Shards
 from adascale_worker.scaling.statistics.estimates import MovingAverages, StepEstimate
 from adascale_worker.scaling.statistics.gradient_statistics import GradientStatistics
 from adascale_worker.scaling.statistics.parameters import HOST
-from adascale_worker.scaling.statistics.steps import Sampling, StepSettings
-
-
-@dataclass(frozen=True, slots=True)
-class GainOptions:
-    """The options of the estimates."""
-
-    settings: StepSettings
-    smoothing: float | None  # weight of the past in the moving average; None follows the scale
-    sampling: Sampling
-    debias: bool
-    observes_backward: bool = True  # whether hooks read the gradients; if not, the caller passes them
-    shards: Shards | None = None  # set if each process of a replica has shards of the gradients
-    max_gain: float | None = None  # the limit of all gains, as of `GradientEstimate.limited`
+from adascale_worker.scaling.statistics.steps import GainOptions, StepSettings
 
 
 class GainEstimator:
@@ -47,15 +33,7 @@ class GainEstimator:
     ) -> None:
         self._optimizer = optimizer
         self.options = options
-        self.statistics = GradientStatistics(
-            optimizer,
-            rule,
-            options.settings,
-            model,
-            grad_scaler,
-            observes_backward=options.observes_backward,
-            shards=options.shards,
-        )
+        self.statistics = GradientStatistics(optimizer, rule, options, model, grad_scaler)
         self.gradients_are_divided = False  # by the accumulation count, since the last backward pass
         self._averages = MovingAverages.empty(0, HOST)
         self._flag_sums: Tensor | tuple[float, ...] | None = None

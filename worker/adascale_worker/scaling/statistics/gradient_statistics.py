@@ -15,7 +15,6 @@ from adascale_worker.scaling.rules import ScalingRule
 from adascale_worker.scaling.statistics.all_reduce import (
     LocalStatistics,
     ReducedStatistics,
-    Shards,
     StatisticsAllReduce,
     joins_without,
 )
@@ -31,7 +30,7 @@ from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParamet
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
 from adascale_worker.scaling.statistics.reader import GradientReader
 from adascale_worker.scaling.statistics.sharded import ShardedGradients, sum_over_shards_of
-from adascale_worker.scaling.statistics.steps import StepSettings, StepWeights
+from adascale_worker.scaling.statistics.steps import GainOptions, StepSettings, StepWeights
 from adascale_worker.torch_private.distributed import is_fully_sharded
 
 
@@ -55,22 +54,19 @@ class GradientStatistics:
         self,
         optimizer: torch.optim.Optimizer,
         rule: ScalingRule,
-        settings: StepSettings,
+        options: GainOptions,
         model: torch.nn.Module | None,
         grad_scaler: GradScaler | None,
-        *,
-        observes_backward: bool,
-        shards: Shards | None,
     ) -> None:
-        self._settings = settings
-        self._shards = shards
+        self._settings = options.settings
+        self._shards = shards = options.shards
         adapts = rule.has_second_moments
         self.parameters = OptimizerParameters(optimizer, scales_lr_alone=not adapts)
         add_shards = sum_over_shards_of(model) if shards is None else shards.add_shards
         self._metric = SecondMomentMetric(rule, optimizer, add_shards) if adapts else EuclideanMetric()
-        own = self.parameters, settings, self._metric
+        own = self.parameters, options.settings, self._metric
         self.reader = GradientReader(*own)
-        if observes_backward:
+        if options.observes_backward:
             kind = ShardedGradients if model is not None and is_fully_sharded(model) else HookedGradients
             self.reader = kind(*own, model, self._on_pass_start, self._on_pass_end)
         self.flags: Sequence[float] = ()

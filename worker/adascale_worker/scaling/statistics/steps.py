@@ -6,6 +6,8 @@ window, leaving out the others changes the estimates by less than their own nois
 
 from dataclasses import dataclass
 
+from adascale_worker.scaling.statistics.all_reduce import Shards
+
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
@@ -93,3 +95,16 @@ class Sampling:
         Their window is that of `smoothing`, or a quarter of the steps so far if that is longer.
         """
         return max(smoothing, 1.0 - 4.0 / max(step, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class GainOptions:
+    """The options of the estimates."""
+
+    settings: StepSettings
+    smoothing: float | None  # weight of the past in the moving average; None follows the scale
+    sampling: Sampling
+    debias: bool
+    observes_backward: bool = True  # whether hooks read the gradients; if not, the caller passes them
+    shards: Shards | None = None  # set if each process of a replica has shards of the gradients
+    max_gain: float | None = None  # the limit of all gains, as of `GradientEstimate.limited`
