@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 from adascale.errors import AdaScaleError, DatasetError, WorkerError
 from adascale.lightning import ElasticStrategy
 from adascale_core.errors import MissingExtraError
-from adascale_frameworks.lightning.package import PACKAGES
 from adascale_frameworks.lightning.states import LightningStates
+from adascale_frameworks.lightning.strategy import PACKAGES
 
 # Lightning warns of few worker processes, short epochs and folders that exist.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from adascale_frameworks.lightning.loops import ElasticTrainingLoop, make_elastic
-from adascale_frameworks.lightning.package import PACKAGES
+from adascale_frameworks.lightning.strategy import PACKAGES
 from adascale_worker.errors import WorkerError
 
 # -- Lightning ----------------------------------------------------------------------------------------------

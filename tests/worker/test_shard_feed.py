@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.records import StreamOptions
-from adascale_worker.batches.shard_feed import ShardFeed, Shards
-from adascale_worker.batches.shards import ShardPlace
+from adascale_worker.batches.shard_feed import ShardFeed, ShardPlace, Shards
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.tree import flatten, unflatten

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.shards import (
+from adascale_worker.batches.shard_feed import (
     Deal,
     Path,
     Shard,

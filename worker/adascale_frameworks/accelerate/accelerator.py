@@ -26,14 +26,23 @@ from torch.utils.data import DataLoader
 
 from adascale_core.names import ENV_JOB_ID
 from adascale_frameworks.accelerate import private
-from adascale_frameworks.accelerate.loaders import ElasticDataLoader
 from adascale_frameworks.accelerate.private import AccelerateStates, require_first
-from adascale_frameworks.common import TrainerOptions, hide_launcher
+from adascale_frameworks.common import (
+    ReplacedLoader,
+    TrainerOptions,
+    hide_launcher,
+    options_of,
+    order_of,
+    require_batch_size,
+)
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.trainer import ElasticTrainer
 
 _EPOCHS = "for epoch in accelerator.epochs(num_epochs)"
+
+_WHAT = "the DataLoader that accelerator.prepare() got"
+_WAY = "accelerator.trainer.dataloader(dataset, {}=...)"
 
 _SHARDED = "each replica of an elastic job has the whole model"
 _ARGUMENTS = (
@@ -82,6 +91,44 @@ def refuse_unsupported(arguments: Mapping[str, Any], environ: Mapping[str, str])
                 f"DistributedDataParallelKwargs has comm_hook={hook.value!r}, but the trainer exchanges the "
                 "gradients: leave it out"
             )
+
+
+class ElasticDataLoader(ReplacedLoader):
+    """Iterates over the batches that the trainer delivers to this replica.
+
+    With the model in training mode, these are the rest of the present epoch of `accelerator.epochs(n)`. In
+    evaluation mode, they are this replica's share of the data set. The next batch is requested when the
+    program requests it: Accelerate's own loader reads ahead, and would begin the next step too early.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        begin: Callable[[ElasticDataLoader], Iterator[Any]],
+        device: torch.device | None,  # of the batches. None if they stay where the loader makes them
+    ) -> None:
+        super().__init__(loader)
+        self.batch_size = require_batch_size(loader, _WHAT, _WAY.format("lengths"))
+        self.total_batch_size = self.batch_size
+        """The same: Accelerate's loaders have it on one process."""
+        self.device = device
+        self._begin = begin
+        self.order = order_of(loader.sampler, len(loader.dataset), _WHAT, _WAY.format("order"))  # type: ignore[arg-type]
+        """Arguments for `trainer.dataloader` that choose the order of samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin(self)
+
+    def options(self, *, evaluates: bool = False) -> dict[str, Any]:
+        """Return the arguments for `DataLoader`, besides those that choose batches."""
+        return options_of(self.loader, evaluates=evaluates)
+
+    def __len__(self) -> int:
+        """Return the number of batches of `batch_size` in the data set, at any number of replicas."""
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the order of samples of each pass follows from the trainer's seed and its number."""
 
 
 class ElasticAccelerator(Accelerator):  # type: ignore[misc]

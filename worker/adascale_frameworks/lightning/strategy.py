@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
+from adascale_core.errors import requires_extra
 from adascale_frameworks.common import ReportedValues, crossed, options_of
 from adascale_frameworks.lightning.loaders import EvaluationLoader, TrainingLoader, is_divisible
 from adascale_frameworks.lightning.loops import (
@@ -23,7 +28,6 @@ from adascale_frameworks.lightning.loops import (
     logged_sums,
     make_elastic,
 )
-from adascale_frameworks.lightning.package import Package, import_package
 from adascale_frameworks.lightning.refusals import (
     require_one_loader,
     require_optimizers,
@@ -42,8 +46,29 @@ else:
 
 
 _FITTING = "fit"
+Package = Literal["lightning.pytorch", "pytorch_lightning"]
+
+PACKAGES: tuple[Package, ...] = ("lightning.pytorch", "pytorch_lightning")
 _OF_MODULE = ("named_children", "named_modules", "get_submodule", "state_dict", "load_state_dict")
 """Methods that a `TrainingStep` has of the program's module."""
+
+
+def import_package(name: Package | None) -> ModuleType:
+    """Import the package whose `Trainer` the program uses."""
+    if name is not None and name not in PACKAGES:
+        raise WorkerError(
+            f'ElasticStrategy got package={name!r}: it must be "lightning.pytorch" or "pytorch_lightning"'
+        )
+    imported = [each for each in PACKAGES if each in sys.modules]
+    if name is None and len(imported) > 1:
+        raise WorkerError(
+            "the program has imported both lightning.pytorch and pytorch_lightning, whose classes are "
+            'distinct: pass ElasticStrategy(package="lightning.pytorch"), or package="pytorch_lightning", '
+            "the one that its Trainer is imported from"
+        )
+    installed = (each for each in PACKAGES if find_spec(each.partition(".")[0]) is not None)
+    with requires_extra("adascale.lightning", "lightning"):
+        return import_module(name or next(chain(imported, installed, PACKAGES)))
 
 
 class TrainingStep(torch.nn.Module):
