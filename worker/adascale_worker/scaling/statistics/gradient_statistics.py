@@ -60,6 +60,7 @@ class GradientStatistics:
     ) -> None:
         self._settings = options.settings
         self._shards = shards = options.shards
+        self._observes_backward = options.observes_backward
         adapts = rule.has_second_moments
         self.parameters = OptimizerParameters(optimizer, scales_lr_alone=not adapts)
         add_shards = sum_over_shards_of(model) if shards is None else shards.add_shards
@@ -203,9 +204,9 @@ class GradientStatistics:
             result = all_reduce.result(self.parameters.lr_device)
             return StepMeasurement(None, result.flags if result.flags.numel() else None, result.finite)
         self._warn_of_synchronisation_problem()
-        before_step = None if self._gradients_are_unchanged() else self.reader.current_sqr_norms()
-        if before_step is not None and divided:
-            before_step = before_step * self.divisor**2
+        before_step = None
+        if self._observes_backward and not self._gradients_are_unchanged():
+            before_step = self.reader.current_sqr_norms() * (self.divisor**2 if divided else 1.0)
         statistics = all_reduce.result(self.parameters.lr_device, before_step)
         statistics, loss_scale = self._with_loss_scale(statistics)
         estimate = self._estimate(statistics, loss_scale)
@@ -273,7 +274,8 @@ class GradientStatistics:
                 complete=self.reader.has_read_all,
             )
         self._scale_of_scaler = self.loss_scale.from_scaler()
-        self._record_fingerprint()
+        if self._observes_backward:
+            self._record_fingerprint()
         self._start_all_reduce(local)
 
     def _compare_with_previous(self) -> Tensor:
