@@ -15,15 +15,7 @@ import pytest
 from adascale_api.data.backend import UnusableDatabaseError
 from adascale_api.data.sqlite import SqliteConnector
 from adascale_core.messages.registration import ReplicaState
-from api.client import (
-    TOKEN,
-    Client,
-    ServiceProcess,
-    a_registration,
-    a_report,
-    run_service,
-    wait_until,
-)
+from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, run_service, wait_until
 from api.test_decision import a_decision
 from support.file_systems import fill, small_disk
 

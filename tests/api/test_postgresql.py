@@ -291,7 +291,6 @@ class CuttingProxy(Proxy):
         super().__init__(port)
 
     def request(self, data: bytes, client: socket.socket, server: socket.socket) -> bool:
-        """As `Proxy.request`."""
         if b"COMMIT\0" in data:
             with self._lock:
                 self._commits += 1
@@ -305,7 +304,6 @@ class CuttingProxy(Proxy):
         return super().request(data, client, server)
 
     def answer(self, data: bytes, client: socket.socket) -> bool:
-        """As `Proxy.answer`."""
         return client not in self._lose_answers and super().answer(data, client)
 
 

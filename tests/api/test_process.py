@@ -19,15 +19,7 @@ from adascale_api import cli, server
 from adascale_api.cli import main
 from adascale_api.server import UsageError
 from adascale_api.service.service import DAY, JobRetention, Settings
-from api.client import (
-    TOKEN,
-    Client,
-    ServiceProcess,
-    a_report,
-    environment,
-    run_service,
-    wait_until,
-)
+from api.client import TOKEN, Client, ServiceProcess, a_report, environment, run_service, wait_until
 from support.examples import examples
 from support.file_systems import fill, small_disk
 

@@ -388,7 +388,6 @@ async def test_the_cache_does_not_contain_tokens() -> None:
 
 
 def write_kubeconfig(folder: Path, server: str) -> str:
-    """Write a kubeconfig for a server, and return its path."""
     path = folder / "kubeconfig"
     path.write_text(
         json.dumps(

@@ -46,7 +46,6 @@ def wait_until_training_continues(job: JobUnderTest, disruptions: int) -> int:
 
 
 def wait_for_a_checkpoint_after(job: JobUnderTest, step: int) -> int:
-    """Wait for a checkpoint after `step`, and return its step."""
     return int(wait_until(lambda: (saved := job.saved_step()) > step and saved, "a checkpoint"))
 
 

@@ -46,7 +46,6 @@ class Place:
         self.jobs = Jobs(api, namespace)
 
     def add_node(self, gpus: int) -> None:
-        """Add a node."""
         name = f"{self.namespace}-{len(self.nodes)}"
         has = {"cpu": "96", "memory": "1Ti", "pods": "250", "nvidia.com/gpu": str(gpus)}
         labels = {"type": "kwok", POOL: self.namespace, "kubernetes.io/hostname": name}

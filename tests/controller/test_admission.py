@@ -13,12 +13,7 @@ from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import AdmissionReader
-from adascale_controller.operator.types.kubernetes import (
-    ApiObject,
-    ConditionType,
-    Resource,
-    merged,
-)
+from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, Resource, merged
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import NOW, ON_CPU, actions_for, condition, job, training_job
 from support.world import World

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from adascale_controller.operator.apply.manifests import TOKEN_FOLDER
 from adascale_controller.operator.schedule.nodes import eligible_nodes, pod_request
-from adascale_controller.operator.types.settings import (
-    CHECKPOINT_FOLDER,
-)
+from adascale_controller.operator.types.settings import CHECKPOINT_FOLDER
 from adascale_core import names
 from support.pod_templates import container, pod, template, worker, workload
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from adascale_controller.operator.apply.applier import (
-    Applier,
-)
+from adascale_controller.operator.apply.applier import Applier
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, NewPod, StatusChange, Stop, StoppedPod

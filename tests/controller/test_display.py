@@ -26,12 +26,7 @@ from adascale_controller.formatting import (
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.job_overview import format_result, render_gain, render_valid_replicas
 from adascale_controller.local import display as displays
-from adascale_controller.local.display import (
-    LiveDisplay,
-    PlainDisplay,
-    RunStatus,
-    open_display,
-)
+from adascale_controller.local.display import LiveDisplay, PlainDisplay, RunStatus, open_display
 from adascale_controller.local.run_report import GenerationSummary, generations_table, repeated_steps
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport

@@ -24,10 +24,7 @@ from adascale_controller.operator.observe.pods import (
     with_start_problem,
 )
 from adascale_controller.operator.runtime import lookup_fetcher
-from adascale_controller.operator.runtime.lookup_fetcher import (
-    EventReader,
-    LookupFetcher,
-)
+from adascale_controller.operator.runtime.lookup_fetcher import EventReader, LookupFetcher
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, JobKey, timestamp
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import (

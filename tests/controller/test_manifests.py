@@ -11,12 +11,7 @@ from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, template_digest
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.settings import (
-    POD_GROUP,
-    QUEUE_NAME,
-    OperatorSettings,
-    Queueing,
-)
+from adascale_controller.operator.types.settings import POD_GROUP, QUEUE_NAME, OperatorSettings, Queueing
 from adascale_controller.schema import Opportunistic
 from adascale_core import names
 from support.observed_jobs import checkpoint_settings

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_controller.operator.observe.pods import Pod, lost_nodes, read_pod
-from adascale_controller.operator.schedule.nodes import (
-    amount,
-    eligible_nodes,
-    free_nodes,
-    pod_request,
-)
+from adascale_controller.operator.schedule.nodes import amount, eligible_nodes, free_nodes, pod_request
 from adascale_core import names
 from adascale_core.placement.packing import Node
 

@@ -9,10 +9,7 @@ import pytest
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.reconcile.reconciler import END_TIMEOUT, TERMINATION_OVERDUE
-from adascale_controller.operator.types.kubernetes import (
-    ConditionType,
-    condition_of,
-)
+from adascale_controller.operator.types.kubernetes import ConditionType, condition_of
 from adascale_core.failures import TerminationMessage
 from adascale_core.messages.registration import ReplicaState
 from support.observed_jobs import (

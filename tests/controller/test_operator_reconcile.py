@@ -20,12 +20,7 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline
 from adascale_controller.operator.reconcile.status import is_urgent
 from adascale_controller.operator.runtime.control_loop import is_waited_for
-from adascale_controller.operator.types.actions import (
-    Actions,
-    NewPod,
-    Stop,
-    StoppedPod,
-)
+from adascale_controller.operator.types.actions import Actions, NewPod, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ConditionType
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec

@@ -9,10 +9,7 @@ import pytest
 
 from adascale_controller.operator.apply.manifests import TOKEN_FOLDER, claim_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.types.settings import (
-    CHECKPOINT_FOLDER,
-    OperatorSettings,
-)
+from adascale_controller.operator.types.settings import CHECKPOINT_FOLDER, OperatorSettings
 from adascale_controller.schema import Checkpoint
 from adascale_core import names
 from support.observed_jobs import checkpoint_settings

@@ -37,7 +37,6 @@ def waiting(number: int, most: int | None, zone: str | None) -> ObservedJob:
 
 
 def training(number: int, most: int | None, zone: str | None, count: int, *, measured: bool) -> ObservedJob:
-    """Return a job that trains."""
     base = waiting(number, most, zone)
     status = {"allocation": {"generation": 1, "replicas": count}}
     service = replace(view((1, count), (1, count)), id=base.resource.id)

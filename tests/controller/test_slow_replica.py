@@ -8,14 +8,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import StatusChange
 from adascale_controller.operator.types.kubernetes import ConditionType, condition_of
 from adascale_core.messages.allocation import SlowReplacement
-from support.observed_jobs import (
-    actions_for,
-    condition,
-    observed,
-    report,
-    training_job,
-    with_status,
-)
+from support.observed_jobs import actions_for, condition, observed, report, training_job, with_status
 
 SLOW = ConditionType.SLOW_REPLICA
 

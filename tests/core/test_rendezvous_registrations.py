@@ -9,13 +9,7 @@ import pytest
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
-from adascale_core.rendezvous.rendezvous import (
-    Rendezvous,
-    VersionMismatchError,
-    declare,
-    expire,
-    register,
-)
+from adascale_core.rendezvous.rendezvous import Rendezvous, VersionMismatchError, declare, expire, register
 from support.rendezvous import (
     ELASTIC,
     FAILED,

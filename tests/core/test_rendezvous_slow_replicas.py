@@ -12,10 +12,7 @@ from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration
 from adascale_core.rendezvous.instruction import Instruction, instruction, is_taken_for_lost
-from adascale_core.rendezvous.rendezvous import (
-    Rendezvous,
-    report,
-)
+from adascale_core.rendezvous.rendezvous import Rendezvous, report
 from adascale_core.rendezvous.slow_places import MAX_PAUSE, MEMORY, MIN_PAUSE, SlowPlaces
 from support.rendezvous import (
     ELASTIC,

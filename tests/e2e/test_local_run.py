@@ -17,15 +17,7 @@ import pytest
 from adascale_controller.local.run_history import RunRecord, read_runs, record_start
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.names import SIGNAL_REPEAT_INTERVAL
-from e2e.local_run import (
-    PACED,
-    Run,
-    adascale,
-    adascale_in_process,
-    running,
-    write_light_job,
-    write_paced_job,
-)
+from e2e.local_run import PACED, Run, adascale, adascale_in_process, running, write_light_job, write_paced_job
 from support.fast_python import PYTHON
 from support.launch import has_exited, wait_until
 from support.manifests import make_manifest

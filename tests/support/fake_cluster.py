@@ -35,24 +35,19 @@ class FakeCluster(KubernetesCluster):
     # -- reading --------------------------------------------------------------------------------------------
 
     async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
-        """As `KubernetesCluster.list`."""
         return list(deepcopy(self._world.objects[resource]).values()), self._world.version
 
     async def may_list_nodes(self) -> bool:
-        """As `KubernetesCluster.may_list_nodes`."""
         return Resource.NODES in self._world.objects
 
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
-        """As `KubernetesCluster.admit_pod`."""
         return self._world.admit(deepcopy(dict(manifest)))
 
     async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
-        """As `KubernetesCluster.get`."""
         get = {"pods": self.get_pod, "persistentvolumeclaims": self.get_claim, "secrets": self.get_secret}
         return await get[plural](namespace, name)
 
     async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
-        """As `KubernetesCluster.create`."""
         if plural == "pods":
             return await self.create_pod(manifest)
         is_new = plural == "secrets" and _key(manifest) not in self.secrets
@@ -64,7 +59,6 @@ class FakeCluster(KubernetesCluster):
         return self._put_secret(manifest) if manifest["metadata"]["resourceVersion"] == known else None
 
     async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
-        """Create a pod."""
         name = manifest["metadata"]["name"]
         self._world.before_write(f"create pod {name}")
         if name in self._world.objects[Resource.PODS]:
@@ -72,7 +66,6 @@ class FakeCluster(KubernetesCluster):
         return self._world.create_pod(deepcopy(dict(manifest)))
 
     async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
-        """Return a pod."""
         return self._world.objects[Resource.PODS].get(name)
 
     async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
@@ -80,7 +73,6 @@ class FakeCluster(KubernetesCluster):
         return {"spec": {"accessModes": ["ReadWriteMany"]}}
 
     async def get_secret(self, namespace: str, name: str) -> ApiObject | None:
-        """Return a Secret."""
         return deepcopy(self.secrets.get((namespace, name)))
 
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
@@ -94,7 +86,6 @@ class FakeCluster(KubernetesCluster):
     # -- writing --------------------------------------------------------------------------------------------
 
     async def apply_status(self, job: AdaScaleJob, status: ApiObject) -> ApiObject:
-        """As `KubernetesCluster.apply_status`."""
         self._world.before_write("status")
         # The API server drops others.
         assert status.keys() <= STATUS_FIELDS
@@ -111,12 +102,10 @@ class FakeCluster(KubernetesCluster):
         return self.secrets[_key(manifest)]
 
     async def apply_config_map(self, manifest: ApiObject) -> None:
-        """As `KubernetesCluster.apply_config_map`."""
         self._world.before_write("apply a ConfigMap")
         self.config_maps[_key(manifest)] = deepcopy(dict(manifest))
 
     async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
-        """As `KubernetesCluster.stop_pod`."""
         self._world.before_write(f"{pod.how.name.lower()} pod {pod.name}")
         raw = self._world.objects[Resource.PODS].get(pod.name)
         if raw is None or raw["metadata"]["uid"] != pod.uid:
@@ -136,13 +125,11 @@ class FakeCluster(KubernetesCluster):
         self._world.before_write(f"delete Workload {name}")
 
     async def delete_job(self, job: AdaScaleJob) -> None:
-        """As `KubernetesCluster.delete_job`."""
         self._world.before_write("delete the AdaScaleJob")
         self._find(Resource.ADASCALEJOBS, job.name, job.uid)
         self._world.delete(Resource.ADASCALEJOBS, job.name)
 
     async def record_event(self, job: AdaScaleJob, event: Event, now: float, reporter: str) -> None:
-        """As `KubernetesCluster.record_event`."""
         self._world.before_write(f"event {event.reason}")
         self._world.events.append(event)
 

@@ -38,7 +38,6 @@ class FakeAgent:
         return f"{self.name}.{self.number}"
 
     def registration(self) -> Registration:
-        """Return its registration."""
         return Registration(
             *(self.rank, self.instance, self.state, self.generation, f"host-{self.name}", 1),
             assigned=self.generation,
@@ -90,11 +89,9 @@ class FakeService(MetricsServiceClient):
     # -- as `MetricsServiceClient` --------------------------------------------------------------------------
 
     def read_jobs(self, share: float = 1.0) -> JobList:
-        """As `MetricsServiceClient.read_jobs`."""
         return JobList(self.list_jobs(), None, self._cursor())
 
     def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
-        """As `MetricsServiceClient.read_changes`."""
         deadline = time.monotonic() + wait
         while self._cursor() == cursor and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -130,19 +127,16 @@ class FakeService(MetricsServiceClient):
         ]
 
     def declare_job(self, job_id: str, spec: JobSpec) -> None:
-        """As `MetricsServiceClient.declare_job`."""
         self._before_write(f"declare {job_id}")
         self._store(self.state, spec)
 
     def delete_job(self, job_id: str) -> None:
-        """As `MetricsServiceClient.delete_job`."""
         self._before_write(f"deregister {job_id}")
         if self._created_at is None:
             raise ServiceRefusedError(f"job {job_id} does not exist", 404)
         self.lose_data()
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
-        """As `MetricsServiceClient.allocate`."""
         self._before_write(f"allocate {allocation.generation}: {allocation.replicas}")
         try:
             self._store(allocate(self.state, allocation, self.spec), self.spec)
@@ -151,7 +145,6 @@ class FakeService(MetricsServiceClient):
         return self.state.view(self._version)
 
     def put_decision(self, decision: DecisionView) -> None:
-        """As `MetricsServiceClient.put_decision`."""
         self.decision = decision
 
     def _store(self, state: Rendezvous, spec: JobSpec | None) -> None:

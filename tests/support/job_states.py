@@ -106,7 +106,6 @@ deadlines = st.none() | st.floats(1, 1e5).map(lambda left: NOW + left)
 
 @st.composite
 def job_states(draw: st.DrawFn, name: str) -> JobState:
-    """Draw the state of a job."""
     at_least = draw(st.integers(1, 4))
     state = job(
         name,

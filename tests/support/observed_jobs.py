@@ -19,17 +19,8 @@ from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.actions import (
-    Actions,
-    Schedule,
-    Stop,
-)
-from adascale_controller.operator.types.kubernetes import (
-    ApiObject,
-    ConditionType,
-    JobCondition,
-    condition_of,
-)
+from adascale_controller.operator.types.actions import Actions, Schedule, Stop
+from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, JobCondition, condition_of
 from adascale_controller.schema import Checkpoint
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision

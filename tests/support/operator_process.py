@@ -54,7 +54,6 @@ class OperatorProcess:
 
     @property
     def log(self) -> str:
-        """Its log."""
         return self._log.read_text()
 
     @property
@@ -105,7 +104,6 @@ class _Calls:
 
 
 def _resource(path: str) -> str:
-    """Return the resource in a path."""
     parts = [part for part in path.split("/") if part]
     if "namespaces" in parts[:-2]:
         parts = parts[parts.index("namespaces") + 2 :]

@@ -101,7 +101,6 @@ class PostgresqlServer:
             server.stop()
 
     def url(self, database: str = "postgres") -> str:
-        """Return the URL of a database."""
         return f"postgresql://tests@127.0.0.1:{self.port}/{database}"
 
     def new_database(self) -> str:
@@ -126,7 +125,6 @@ class PostgresqlServer:
                 self.execute("DROP TABLESPACE small")
 
     def execute(self, statement: str) -> None:
-        """Execute a statement."""
         with psycopg.connect(self.url(), autocommit=True, connect_timeout=5) as connection:
             connection.execute(statement.encode())
 

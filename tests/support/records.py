@@ -77,7 +77,6 @@ class StepRecords:
         time.sleep(self._pause)
 
     def write(self, **record: object) -> None:
-        """Write a record."""
         self._file.write(json.dumps(record) + "\n")
 
     def finish(self, weights: Iterable[Tensor]) -> None:

@@ -4,11 +4,7 @@ from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
-from adascale_core.rendezvous.rendezvous import (
-    Rendezvous,
-    allocate,
-    register,
-)
+from adascale_core.rendezvous.rendezvous import Rendezvous, allocate, register
 
 WAITING, RUNNING, HOLDING, REENTERING, LOST = (
     ReplicaState.WAITING,

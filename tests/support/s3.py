@@ -133,7 +133,6 @@ class FaultyProxy(Proxy):
         super().__init__(port)
 
     def request(self, data: bytes, client: socket.socket, server: socket.socket) -> bool:
-        """As `Proxy.request`."""
         self._forwarded[client] = self._forwarded.get(client, 0) + len(data)
         # A client sends a request after the answer to the one before, so each begins a part.
         refusal = None
@@ -152,7 +151,6 @@ class FaultyProxy(Proxy):
         return super().request(data, client, server)
 
     def answer(self, data: bytes, client: socket.socket) -> bool:
-        """As `Proxy.answer`."""
         return self.fault == "silent" or super().answer(data, client)
 
 

@@ -128,5 +128,4 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def concatenate(batches: list[list[int]]) -> list[int]:
-    """Return the concatenation of lists."""
     return [index for batch in batches for index in batch]

@@ -20,7 +20,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_ImmediateSelector(self))
 
     def time(self) -> float:
-        """Return the virtual time."""
         return self.now
 
 
@@ -44,7 +43,6 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test in virtual time."""
 
     @wraps(test)
     def run_test(*arguments: P.args, **fixtures: P.kwargs) -> None:

@@ -19,11 +19,7 @@ from adascale_controller.operator.runtime.health import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.types.actions import Event
-from adascale_controller.operator.types.kubernetes import (
-    Resource,
-    replica_index,
-    timestamp,
-)
+from adascale_controller.operator.types.kubernetes import Resource, replica_index, timestamp
 from adascale_controller.operator.types.settings import QUEUE_NAME, OperatorSettings
 from adascale_core import names
 from adascale_core.failures import EXIT_REFUSED, TerminationMessage
@@ -185,7 +181,6 @@ class World:
     # -- objects --------------------------------------------------------------------------------------------
 
     def create(self, resource: Resource, raw: Object) -> Object:
-        """Create an object."""
         created = {
             "uid": f"uid-{self.version + 1}",
             "generation": 1,

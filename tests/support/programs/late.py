@@ -1,5 +1,4 @@
-"""The program `members.py`, or LATE_PROGRAM, in which one replica is late: it waits before it reads the sums
-of a step.
+"""The program `members.py`, in which one replica is late: it waits before it reads the sums of a step.
 
 Environment, besides that of the program: LATE_REPLICA, which replica waits, before it makes its step number
 LATE_AT, for which the other replicas have all they need; LATE_FAILS, 1 if the wait ends with an error, as if
@@ -36,5 +35,4 @@ def wait_late(all_reduce: StatisticsAllReduce) -> None:
 
 if os.environ["REPLICA"] == os.environ["LATE_REPLICA"]:
     StatisticsAllReduce.wait = wait_late  # type: ignore[method-assign, assignment]
-program = os.environ.get("LATE_PROGRAM", "members.py")
-runpy.run_path(str(Path(__file__).parent / program), run_name="__main__")
+runpy.run_path(str(Path(__file__).with_name("members.py")), run_name="__main__")

@@ -2,9 +2,9 @@
 
 Environment: JOURNAL, the folder of the records; REPLICA, a name for its file; STRATEGY, arguments of
 ElasticStrategy as JSON; TRAINER, arguments of Trainer as JSON; PACKAGE, of Lightning; STEP_SECONDS, the
-minimum duration of a step; PLAIN, to train without the strategy, as a reference; MODE, "automatic" or
-"manual" optimization, or "several" optimizers; STOP_BELOW, a loss of validation below which EarlyStopping
-ends training; STOP_AT, a step after which rank 0 alone requests the end, as the callback Timer may.
+minimum duration of a step; MODE, "automatic" or "manual" optimization, or "several" optimizers; STOP_BELOW, a
+loss of validation below which EarlyStopping ends training; STOP_AT, a step after which rank 0 alone requests
+the end, as the callback Timer may.
 """
 
 from __future__ import annotations
@@ -111,14 +111,10 @@ class Journal(callbacks.Callback):  # type: ignore[misc]
         self.start = (0, 0)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if "PLAIN" in os.environ:
-            return
         elastic = trainer.strategy.elastic_trainer
         self.start = elastic.steps, elastic.samples
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if "PLAIN" in os.environ:
-            return
         elastic = trainer.strategy.elastic_trainer
         steps, samples = self.start
         self.indices += module.indices
@@ -164,9 +160,7 @@ stops = (
 )
 trainer = pl.Trainer(
     accelerator="cpu",
-    strategy="auto"
-    if "PLAIN" in os.environ
-    else ElasticStrategy(**json.loads(os.environ.get("STRATEGY", "{}"))),
+    strategy=ElasticStrategy(**json.loads(os.environ.get("STRATEGY", "{}"))),
     callbacks=[
         Journal(),
         callbacks.ModelCheckpoint(filename="{step}", every_n_train_steps=10, save_top_k=-1),
