@@ -8,7 +8,7 @@ import pytest
 
 from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, PodRefusedError
-from adascale_controller.operator.runtime.error_isolation import (
+from adascale_controller.operator.runtime.work_queue import (
     MAX_RETRY_INTERVAL,
     RETRY_INTERVAL,
     ErrorIsolation,

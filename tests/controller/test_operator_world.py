@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from adascale_controller.job.placement_backoff import MAX_PAUSE
-from adascale_controller.operator.runtime import error_isolation
+from adascale_controller.operator.runtime import work_queue
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core import names
 from adascale_core.decision.decide import Decision, DecisionProblem
@@ -314,7 +314,7 @@ def test_the_job_reaches_the_requested_state_whatever_happens(
         return {job: Decision(min(decided, limit), "by the test") for job, limit in limits.items()}
 
     monkeypatch.setattr(DecisionProblem, "decide", decide)
-    monkeypatch.setattr(error_isolation.logger, "exception", _raise)
+    monkeypatch.setattr(work_queue.logger, "exception", _raise)
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(8), stateful_step_count=25))
 
 

@@ -11,7 +11,7 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import Observer
-from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL
+from adascale_controller.operator.runtime.work_queue import MAX_RETRY_INTERVAL
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType
 from adascale_controller.operator.types.settings import OperatorSettings
 from support.fake_cluster import FakeCluster

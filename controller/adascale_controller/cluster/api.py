@@ -1,4 +1,4 @@
-"""The reads of the API server that the commands make, as a protocol, and the paths of its objects.
+"""The reads of the API server that the commands make, as a protocol.
 
 A protocol, so that commands for this machine import no Kubernetes client.
 """
@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import quote
 
-from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_SERVICE_UNAVAILABLE
 
@@ -73,13 +71,3 @@ class Api(Protocol):
 
     def get(self, path: str, query: Query = (), timeout: float = CALL_TIMEOUT) -> Any:
         """Return the parsed JSON of the answer; None if it has no body."""
-
-
-def jobs_path(namespace: str) -> str:
-    """Return the path of the AdaScaleJobs of a namespace."""
-    return f"/apis/{names.GROUP_VERSION}/namespaces/{quote(namespace, safe='')}/{names.PLURAL}"
-
-
-def job_path(namespace: str, name: str) -> str:
-    """Return the path of an AdaScaleJob."""
-    return f"{jobs_path(namespace)}/{quote(name, safe='')}"

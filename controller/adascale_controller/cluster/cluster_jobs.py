@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from adascale_controller.cluster.api import (
-    Api,
-    ApiObject,
-    RejectedError,
-    job_path,
-    jobs_path,
-)
+from urllib.parse import quote
+
+from adascale_controller.cluster.api import Api, ApiObject, RejectedError
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_overview import JobOverview, NoSuchJobError
 from adascale_controller.operator.types.kubernetes import (
@@ -32,6 +28,12 @@ PAGE_SIZE = 200
 """Jobs in one answer of a list."""
 MAX_NAMED = 10
 """Jobs that a message names."""
+
+
+def jobs_path(namespace: str, name: str = "") -> str:
+    """Return the path of the AdaScaleJobs of a namespace, or of one of them."""
+    path = f"/apis/{names.GROUP_VERSION}/namespaces/{quote(namespace, safe='')}/{names.PLURAL}"
+    return path + (f"/{quote(name, safe='')}" if name else "")
 
 
 def overview_of(raw: ApiObject, context: str = "") -> JobOverview:
@@ -134,7 +136,7 @@ class ClusterJobs:
         namespace = namespace if dot else self._api.namespace
         job_id(bare, namespace)  # raises if no job can have this name
         try:
-            return overview_of(self._api.get(job_path(namespace, bare)), self._api.context)
+            return overview_of(self._api.get(jobs_path(namespace, bare)), self._api.context)
         except RejectedError as error:
             if error.status != 404:
                 raise

@@ -17,7 +17,6 @@ from adascale_controller.formatting import (
     plural,
     trimmed,
 )
-from adascale_controller.job.deadline import deadline_outlook
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display, RunStatus
@@ -26,7 +25,7 @@ from adascale_controller.local.processes import StopSignals, has_message
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
 from adascale_controller.local.replicas import Replicas, RunResult
 from adascale_controller.local.service_process import ServiceSupervisor
-from adascale_controller.schedule.cycle import ExplanationSchedule
+from adascale_controller.schedule.cycle import ExplanationSchedule, deadline_outlook
 from adascale_controller.schedule.measurements import JobMeasurements, training_target
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.explanation import explain

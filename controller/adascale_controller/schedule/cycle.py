@@ -9,6 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from adascale_controller.formatting import plural
+from adascale_controller.job.reasons import Reason
+from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.job_utility import JobState
 from adascale_core.decision.type_choice import TypeChoice, TypeOptions
@@ -146,6 +149,30 @@ def find_growth(
             if following is not None:
                 found[utility.job.id] = following
     return found
+
+
+# -- whether `completionDeadlineSeconds` can be met, which is a target and ends no job -----------------------
+
+
+def deadline_outlook(
+    target: str, feasibility: Feasibility | None, *, has_passed: bool, limit: int | None
+) -> tuple[Reason, str] | None:
+    """Return whether a deadline can be met by a job of at most `limit` replicas, as a reason and in words.
+
+    None as long as nothing is predicted.
+    """
+    if has_passed:
+        return Reason.DEADLINE_MISSED, f"Not complete within {target}; it goes on"
+    if feasibility is None:
+        return None
+    predicted = f"{target}, as predicted from {feasibility.source}"
+    if feasibility.count is None:
+        return Reason.NO_COUNT_SUFFICES, f"No replica count meets {predicted}"
+    counts = plural(feasibility.count, "replica")
+    if limit is not None and feasibility.count > limit:
+        message = f"{counts} or more would meet {predicted}, and it has at most {limit}"
+        return Reason.NO_COUNT_SUFFICES, message
+    return Reason.COUNT_SUFFICES, f"{counts} or more, from now on, meet {predicted}"
 
 
 # -- which decisions are explained ---------------------------------------------------------------------------

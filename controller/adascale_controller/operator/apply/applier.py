@@ -67,16 +67,14 @@ class Applier:
             uid: moment for uid, moment in self._status_written_at.items() if uid in uids
         }
 
-    def _written_at(self, observed: ObservedJob) -> float:
-        return self._status_written_at.get(observed.resource.uid, float("-inf"))
-
     def status_due(self, observed: ObservedJob, actions: Actions) -> bool:
         """Whether the status has changed, and the interval of statuses that are not urgent has passed."""
         return actions.status_change is not StatusChange.NONE and observed.now >= self.status_due_at(observed)
 
     def status_due_at(self, observed: ObservedJob) -> float:
         """Return when a status that is not urgent may be written, in seconds since 1970."""
-        return self._written_at(observed) + max(STATUS_INTERVAL, self.jobs / MAX_STATUS_RATE)
+        written_at = self._status_written_at.get(observed.resource.uid, float("-inf"))
+        return written_at + max(STATUS_INTERVAL, self.jobs / MAX_STATUS_RATE)
 
     async def apply(self, observed: ObservedJob, actions: Actions) -> Applied:
         """Carry out the actions for a job, the status first."""

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adascale_controller.formatting import capitalized, describe_limit, percent, plural, progress_text
-from adascale_controller.job.deadline import deadline_outlook
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.observed_job import ObservedJob
@@ -24,6 +23,7 @@ from adascale_controller.operator.types.kubernetes import (
     seconds,
     timestamp,
 )
+from adascale_controller.schedule.cycle import deadline_outlook
 from adascale_core import names
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation

@@ -187,6 +187,7 @@ def server_hosts(*urls: str) -> list[str]:
     return [host for host in dict.fromkeys([*hosts, *LOOPBACK]) if host]
 
 
+@dataclass(eq=False)
 class CertificateKeeper:
     """Makes and renews certificates, and publishes the authority.
 
@@ -194,22 +195,15 @@ class CertificateKeeper:
     ConfigMap of that name of each namespace with jobs, from which the kubelet gives it to pods.
     """
 
-    def __init__(
-        self,
-        cluster: KubernetesCluster,
-        secret: tuple[str, str],
-        hosts: Sequence[str],
-        namespaces: Callable[[], Collection[str]],
-        *,
-        is_external: bool = False,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._cluster = cluster
-        self._namespace, self._name = secret
-        self._hosts = hosts
-        self._namespaces = namespaces
-        self._is_external = is_external
-        self._clock = clock
+    cluster: KubernetesCluster
+    secret: tuple[str, str]  # namespace and name of the Secret of the service
+    hosts: Sequence[str]
+    namespaces: Callable[[], Collection[str]]
+    is_external: bool = False  # whether another program makes the Secret
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._namespace, self._name = self.secret
         self._folder = tempfile.TemporaryDirectory(prefix="adascale-ca-")
         self.ca_file = Path(self._folder.name) / names.AUTHORITY_FILE
         """A file with the certificate of the authority, for the operator's own client."""
@@ -219,10 +213,10 @@ class CertificateKeeper:
 
     async def run(self) -> None:
         """Keep the certificates until cancelled."""
-        refresh_at = self._clock() + REFRESH_INTERVAL
+        refresh_at = self.clock() + REFRESH_INTERVAL
         while True:
-            if not 0 < refresh_at - self._clock() <= REFRESH_INTERVAL:
-                refresh_at = self._clock() + REFRESH_INTERVAL
+            if not 0 < refresh_at - self.clock() <= REFRESH_INTERVAL:
+                refresh_at = self.clock() + REFRESH_INTERVAL
                 try:
                     await self.refresh()
                 except ApiServerError as error:
@@ -236,7 +230,7 @@ class CertificateKeeper:
 
     async def refresh(self) -> None:
         """Make or renew the certificates that need it, and read that of the authority."""
-        authority = await (self._read_external() if self._is_external else self._keep())
+        authority = await (self._read_external() if self.is_external else self._keep())
         if authority != self._authority:
             new = self.ca_file.with_suffix(".new")
             new.write_bytes(authority)
@@ -246,7 +240,7 @@ class CertificateKeeper:
 
     async def publish(self) -> None:
         """Write the certificate of the authority to the namespaces that may lack it."""
-        wanted = {self._namespace, *self._namespaces()}
+        wanted = {self._namespace, *self.namespaces()}
         self._publish_at = {each: at for each, at in self._publish_at.items() if each in wanted}
         for namespace in sorted(wanted):
             await self.publish_to(namespace)
@@ -256,7 +250,7 @@ class CertificateKeeper:
 
         If that fails, it is tried again later: pods wait for it.
         """
-        now = self._clock()
+        now = self.clock()
         if 0 < self._publish_at.get(namespace, now) - now <= PUBLISH_INTERVAL:
             return
         manifest = {
@@ -267,7 +261,7 @@ class CertificateKeeper:
         }
         delay = PUBLISH_INTERVAL
         try:
-            await self._cluster.apply_config_map(manifest)
+            await self.cluster.apply_config_map(manifest)
         except ApiServerError as error:
             delay = RETRY_INTERVAL
             logger.warning(
@@ -276,7 +270,7 @@ class CertificateKeeper:
         self._publish_at[namespace] = now + delay
 
     async def _read_external(self) -> bytes:
-        secret = await self._cluster.get("secrets", self._namespace, self._name)
+        secret = await self.cluster.get("secrets", self._namespace, self._name)
         if secret is None:
             raise ApiServerError(
                 f"there is no Secret {self._name} in namespace {self._namespace}, which --tls-external "
@@ -299,7 +293,7 @@ class CertificateKeeper:
 
     async def _keep(self) -> bytes:
         """Return the certificate of the authority, after making or renewing what needs it."""
-        now = datetime.fromtimestamp(self._clock(), UTC)
+        now = datetime.fromtimestamp(self.clock(), UTC)
         secret = await self._own(names.AUTHORITY)
         known = _pair(secret) if secret is not None else None
         try:
@@ -310,7 +304,7 @@ class CertificateKeeper:
                 await self._write(names.AUTHORITY, secret, authority, authority)
             secret = await self._own(self._name)
             if secret is None or not self._is_usable(secret, authority, now):
-                server = issue_server_certificate(authority, self._hosts, now)
+                server = issue_server_certificate(authority, self.hosts, now)
                 await self._write(self._name, secret, server, authority)
         except CertificateError as error:
             raise ApiServerError(
@@ -323,7 +317,7 @@ class CertificateKeeper:
         server = _pair(secret)
         try:
             return (
-                is_issued_for(server.certificate, authority.certificate, self._hosts)
+                is_issued_for(server.certificate, authority.certificate, self.hosts)
                 and not needs_renewal(server.certificate, now)
                 and _value(secret, names.AUTHORITY_FILE) == authority.certificate
             )
@@ -331,7 +325,7 @@ class CertificateKeeper:
             return False
 
     async def _own(self, name: str) -> ApiObject | None:
-        secret = await self._cluster.get("secrets", self._namespace, name)
+        secret = await self.cluster.get("secrets", self._namespace, name)
         if secret is None:
             return None
         if (secret["metadata"].get("labels") or {}).get(_MANAGED_BY) != names.FIELD_MANAGER:
@@ -357,7 +351,7 @@ class CertificateKeeper:
             "type": "kubernetes.io/tls",
             "data": {key: b64encode(content).decode() for key, content in contents.items()},
         }
-        write = self._cluster.create if old is None else self._cluster.replace
+        write = self.cluster.create if old is None else self.cluster.replace
         if await write("secrets", manifest) is None:
             raise ApiServerError(f"Secret {name} in namespace {self._namespace} has changed meanwhile")
         logger.info("%s Secret %s", "Created" if old is None else "Renewed", name)

@@ -17,12 +17,11 @@ from adascale_controller.operator.observe.observed_job import CachedJob, Observe
 from adascale_controller.operator.observe.pods import Pod, is_deleting, lost_nodes
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline, reconcile
-from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
 from adascale_controller.operator.runtime.health import OperatorMetrics
 from adascale_controller.operator.runtime.job_follower import Deregistration, JobFollower
 from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher, QueueReader
 from adascale_controller.operator.runtime.object_cache import ObjectCache
-from adascale_controller.operator.runtime.work_queue import WorkQueue
+from adascale_controller.operator.runtime.work_queue import ErrorIsolation, WorkQueue
 from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
 from adascale_controller.operator.types.actions import Actions, StatusChange, Stop
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource, job_key

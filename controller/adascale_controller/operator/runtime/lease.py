@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import ceil
 from typing import Any, Final
@@ -47,29 +48,23 @@ class LeaseLostError(AdaScaleError):
     """The lease is lost: another operator may be running."""
 
 
+@dataclass(eq=False)
 class Election:
     """Acquires, renews and releases the lease.
 
     A lease of the same identity is taken over at once: it belongs to an earlier process of the same pod.
     """
 
-    def __init__(
-        self,
-        api: KubernetesCluster,
-        place: tuple[str, str],  # namespace and name of the Lease
-        identity: str,
-        duration: float = DURATION,  # seconds without a renewal after which another operator takes over
-        renew_deadline: float = RENEW_DEADLINE,  # seconds without a renewal after which this process stops
-        retry_interval: float = RETRY_INTERVAL,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._api = api
-        self._namespace, self._name = place
-        self._identity = identity
-        self._duration = ceil(duration)
-        self._renew_deadline = renew_deadline
-        self._retry_interval = retry_interval
-        self._clock = clock
+    api: KubernetesCluster
+    place: tuple[str, str]  # namespace and name of the Lease
+    identity: str
+    duration: float = DURATION  # seconds without a renewal after which another operator takes over
+    renew_deadline: float = RENEW_DEADLINE  # seconds without a renewal after which this process stops
+    retry_interval: float = RETRY_INTERVAL
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._namespace, self._name = self.place
         self._observed: Spec | None = None
         self._observed_at = 0.0
         self._own: ApiObject | None = None
@@ -79,7 +74,7 @@ class Election:
     @property
     def held(self) -> bool:
         """Whether this process holds the lease now. It may be false at any later moment."""
-        return self._own is not None and self._clock() < self._valid_until
+        return self._own is not None and self.clock() < self._valid_until
 
     async def acquire(self) -> None:
         """Wait until this process holds the lease. Errors of the API server are retried."""
@@ -95,18 +90,18 @@ class Election:
             if message != logged:
                 logger.info("Waiting for the lease: %s", message)
                 logged = message
-            await asyncio.sleep(min(self._retry_interval, POLL_INTERVAL))
+            await asyncio.sleep(min(self.retry_interval, POLL_INTERVAL))
 
     async def hold(self) -> None:
         """Renew the lease until that fails."""
         cause = "it was never acquired" if self._own is None else PAUSED
         while self.held:
-            pause = min(self._retry_interval, self._valid_until - self._clock())
-            due = self._clock() + pause
+            pause = min(self.retry_interval, self._valid_until - self.clock())
+            due = self.clock() + pause
             await asyncio.sleep(pause)
-            left = self._valid_until - self._clock()
+            left = self._valid_until - self.clock()
             if left <= 0:
-                if self._clock() > due + self._retry_interval:
+                if self.clock() > due + self.retry_interval:
                     cause = PAUSED
                 break
             try:
@@ -117,7 +112,7 @@ class Election:
                 cause = _text(error)
                 logger.warning("The lease could not be renewed: %s; retrying", cause)
         self._own = None
-        raise LeaseLostError(f"the lease could not be renewed within {self._renew_deadline:g} s: {cause}")
+        raise LeaseLostError(f"the lease could not be renewed within {self.renew_deadline:g} s: {cause}")
 
     async def release(self) -> None:
         """Release the lease if it is held, so that no other operator waits until it expires."""
@@ -132,7 +127,7 @@ class Election:
                     if lease is None or not self._is_own(lease, own):
                         return
                     released = {**_spec(lease), "holderIdentity": "", "renewTime": _now()}
-                    if await self._api.replace("leases", {**lease, "spec": released}) is not None:
+                    if await self.api.replace("leases", {**lease, "spec": released}) is not None:
                         return
                     lease = await self._read()
         except (ApiServerError, TimeoutError) as error:
@@ -146,18 +141,18 @@ class Election:
             return await self._write(None, self._first_spec(transitions=0))
         spec = _spec(lease)
         if self._observed != spec:
-            self._observed, self._observed_at = spec, self._clock()
+            self._observed, self._observed_at = spec, self.clock()
         if not self._is_free(lease):
             return False
-        transitions = (spec.get("leaseTransitions") or 0) + (_holder(lease) != self._identity)
+        transitions = (spec.get("leaseTransitions") or 0) + (_holder(lease) != self.identity)
         return await self._write(lease, self._first_spec(transitions))
 
     def _is_free(self, lease: ApiObject) -> bool:
-        if _holder(lease) in ("", self._identity):
+        if _holder(lease) in ("", self.identity):
             return True
         # The holder's own duration, which may differ from ours.
-        duration = _spec(lease).get("leaseDurationSeconds") or self._duration
-        return self._clock() - self._observed_at >= duration
+        duration = _spec(lease).get("leaseDurationSeconds") or ceil(self.duration)
+        return self.clock() - self._observed_at >= duration
 
     @property
     def _observed_holder(self) -> str:
@@ -168,7 +163,7 @@ class Election:
     async def _renew(self) -> None:
         own = self._own
         assert own is not None
-        spec = {**_spec(own), "renewTime": _now(), "leaseDurationSeconds": self._duration}
+        spec = {**_spec(own), "renewTime": _now(), "leaseDurationSeconds": ceil(self.duration)}
         if await self._write(own, spec):
             return
         # It has changed: by a renewal whose answer was lost, by a label, or by another holder.
@@ -187,11 +182,11 @@ class Election:
         return all(_spec(lease).get(key) == _spec(own).get(key) for key in keys)
 
     async def _read(self) -> ApiObject | None:
-        return _checked(await self._api.get("leases", self._namespace, self._name))
+        return _checked(await self.api.get("leases", self._namespace, self._name))
 
     async def _write(self, lease: ApiObject | None, spec: Spec) -> bool:
         """Create or replace the lease. Returns whether this process holds it."""
-        began = self._clock()
+        began = self.clock()
         known = lease["metadata"] if lease is not None else {}
         manifest = {
             "apiVersion": "coordination.k8s.io/v1",
@@ -199,18 +194,18 @@ class Election:
             "metadata": {**known, "name": self._name, "namespace": self._namespace},
             "spec": spec,
         }
-        write = self._api.create if lease is None else self._api.replace
+        write = self.api.create if lease is None else self.api.replace
         written = _checked(await write("leases", manifest))
         if written is None:
             return False
-        self._own, self._valid_until = written, began + self._renew_deadline
+        self._own, self._valid_until = written, began + self.renew_deadline
         return True
 
     def _first_spec(self, transitions: int) -> Spec:
         now = _now()
         return {
-            "holderIdentity": self._identity,
-            "leaseDurationSeconds": self._duration,
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": ceil(self.duration),
             "acquireTime": now,
             "renewTime": now,
             "leaseTransitions": transitions,

@@ -468,11 +468,10 @@ class QueueReader:
         self._cluster = cluster
         self._due_at = float("-inf")
         """On the monotonic clock."""
-        self._last: Mapping[str, QueueView] = {}
-        """What was read last, without confirmation."""
+        self._last: Mapping[str, QueueView] | None = None
+        """What was read last, without confirmation. None before the first read."""
         self._before: Mapping[str, QueueView] = {}
         """What was read before that."""
-        self._has_read = False
 
     def is_due(self) -> bool:
         """Whether to read now."""
@@ -495,15 +494,14 @@ class QueueReader:
             logger.debug("The queues of Kueue are not known: %s", error)
             self._due_at = time.monotonic() + QUEUE_INTERVAL
             return
-        self._before, self._last = self._last, read_queues(workloads, cluster_queues)
+        self._before, self._last = self._last or {}, read_queues(workloads, cluster_queues)
         now = time.monotonic()
         interval = max(QUEUE_INTERVAL, (now - begun) / MAX_QUEUE_SHARE)
-        self._has_read = True
         self._due_at = now + (interval if may_read else QUEUE_RETRY_INTERVAL)
 
     def view(self, uids: Collection[str]) -> QueueView | None:
         """Return what Kueue says about pods with these uids. None if that is not read yet."""
-        if not self._has_read:
+        if self._last is None:
             return None
         now, before = (
             of_job(views[uid] for uid in uids if uid in views) for views in (self._last, self._before)

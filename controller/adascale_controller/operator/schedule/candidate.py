@@ -336,23 +336,18 @@ class SparePods:
     nodes: Sequence[str]
 
 
+@dataclass(eq=False)
 class Resources:
     """The nodes and the pods on them that a decision can't change."""
 
-    def __init__(
-        self,
-        nodes: Sequence[ApiObject] | None,
-        pods: Sequence[Pod],
-        spares: Collection[SparePods] = (),
-    ) -> None:
-        self.nodes = nodes
-        self._pods = pods
-        self._spares = spares
+    nodes: Sequence[ApiObject] | None
+    pods: Sequence[Pod]
+    spares: Collection[SparePods] = ()
 
     def with_spares(self, spares: Collection[SparePods]) -> Resources:
         """Return the same with other spares. What the other pods take is not computed again."""
         changed = copy(self)
-        changed._spares = spares
+        changed.spares = spares
         vars(changed).pop("free", None)
         return changed
 
@@ -364,16 +359,16 @@ class Resources:
     @cached_property
     def _beside_pods(self) -> Sequence[Node]:
         """The nodes with what the pods leave."""
-        return free_nodes(self.nodes or (), self._pods)
+        return free_nodes(self.nodes or (), self.pods)
 
     def free_below(self, priority: int) -> Sequence[Node]:
         """Return the nodes as if no pod of a lower priority were on them that no decision changes."""
-        pods = [pod for pod in self._pods if (pod.priority or 0) >= priority]
+        pods = [pod for pod in self.pods if (pod.priority or 0) >= priority]
         return self._beside_spares(free_nodes(self.nodes or (), pods))
 
     def _beside_spares(self, free: Sequence[Node]) -> Sequence[Node]:
         taken: dict[str, Counter[str]] = {}
-        for spares in self._spares:
+        for spares in self.spares:
             for node in spares.nodes:
                 taken.setdefault(node, Counter()).update(spares.request)
         return [_without(node, taken[node.name]) if node.name in taken else node for node in free]
@@ -381,7 +376,7 @@ class Resources:
     @cached_property
     def lowest_priority(self) -> int | None:
         """The lowest priority of those pods that are on a node. None if there are none."""
-        return min((pod.priority or 0 for pod in self._pods if pod.node), default=None)
+        return min((pod.priority or 0 for pod in self.pods if pod.node), default=None)
 
     def places(self, candidates: Iterable[Candidate]) -> Sequence[Node] | int:
         """Return the free nodes, or where they are not known, how many replicas there can be."""
