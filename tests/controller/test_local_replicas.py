@@ -70,7 +70,7 @@ class Run:
         """Start the replica, wait for its exit and return the failure of the job, if it failed."""
         self._replicas.start_and_stop(VIEW, time.monotonic())
         deadline = time.monotonic() + 30
-        while not self._replicas.all_exited:
+        while self._replicas.agents.ranks:
             assert time.monotonic() < deadline
             self._replicas.collect_exits()
             time.sleep(0.02)

@@ -180,14 +180,7 @@ def export(
         raise ExportError(
             "torch is not installed here, which reads checkpoints: pip install adascale-operator[worker]"
         )
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "adascale_worker.state.weights",
-        str(source),
-        str(file),
-    ]
+    command = [sys.executable, "-P", "-m", "adascale_worker.state.weights", str(source), str(file)]
     completed = subprocess.run([*command, *(["--best"] if best else [])], check=False)
     raise typer.Exit(completed.returncode)
 

@@ -7,12 +7,7 @@ from urllib.parse import quote
 from adascale_controller.cluster.api import Api, ApiObject, RejectedError
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_overview import JobOverview, NoSuchJobError
-from adascale_controller.operator.types.kubernetes import (
-    ConditionType,
-    JobCondition,
-    condition_of,
-    seconds,
-)
+from adascale_controller.operator.types.kubernetes import ConditionType, JobCondition, condition_of, seconds
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import job_id

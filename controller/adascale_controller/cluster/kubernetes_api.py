@@ -85,18 +85,8 @@ class KubernetesApi:
 
     def __init__(self, api: client.ApiClient, context: str, namespace: str) -> None:
         self._api = api
-        self._context = context
-        self._namespace = namespace
-
-    @property
-    def context(self) -> str:
-        """The context of the kubeconfig, for messages; empty inside a pod."""
-        return self._context
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of jobs that are named without one."""
-        return self._namespace
+        self.context = context  # of the kubeconfig, for messages; empty inside a pod
+        self.namespace = namespace  # of jobs that are named without one
 
     def close(self) -> None:
         """Close the connections."""
@@ -138,7 +128,7 @@ class KubernetesApi:
 
     @property
     def _place(self) -> str:
-        return f"context {self._context}" if self._context else "this pod's service account"
+        return f"context {self.context}" if self.context else "this pod's service account"
 
     def _unreachable(self, error: Exception) -> ClusterAccessError:
         cause: BaseException = error

@@ -35,11 +35,8 @@ class ProxyTransport:
         self._namespace = namespace
         self._path = f"/api/v1/namespaces/{quote(namespace, safe='')}/services"
         self._scheme = "https:"
-
-    @property
-    def url(self) -> str:
-        """Where the service is, for messages."""
-        return f"service {names.API_SERVICE} in namespace {self._namespace}"
+        # where the service is, for messages
+        self.url = f"service {names.API_SERVICE} in namespace {namespace}"
 
     def request(self, method: str, path: str, body: object = None, *, wait: float = 0.0) -> Any:
         """As `Transport.request`."""

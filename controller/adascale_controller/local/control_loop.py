@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
-from adascale_controller.formatting import (
-    capitalized,
-    count,
-    describe_batch,
-    duration,
-    plural,
-    trimmed,
-)
+from adascale_controller.formatting import capitalized, count, describe_batch, duration, plural, trimmed
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display, RunStatus
@@ -365,7 +358,7 @@ class LocalControlLoop:
         progress = report.progress if report else 0.0
         if self.replicas.finished:
             self._finished_at = self._finished_at or now
-            if self.replicas.all_exited or now - self._finished_at > FINISH_TIMEOUT:
+            if not self.replicas.agents.ranks or now - self._finished_at > FINISH_TIMEOUT:
                 return RunResult("", 0, finished=True)
             return None
         if self.until is not None and progress >= self.until:

@@ -148,22 +148,15 @@ class StopSignals:
         """The first signal received; None before that."""
         self._clock = clock
         self._first_at = 0.0
-        self._kill_requested = False
+        # Whether a second signal was received: the run is to stop without saving. Not one within
+        # `SIGNAL_REPEAT_INTERVAL` after the first, and not SIGHUP: a terminal may be closed while it saves.
+        self.kill_requested = False
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def stop_requested(self) -> bool:
         """Whether a signal was received: the run is to save and stop."""
         return self.first is not None
-
-    @property
-    def kill_requested(self) -> bool:
-        """Whether a second signal was received: the run is to stop without saving.
-
-        Not one within `SIGNAL_REPEAT_INTERVAL` after the first, and not SIGHUP: a terminal may be closed
-        while the run saves.
-        """
-        return self._kill_requested
 
     @property
     def exit_code(self) -> int:
@@ -186,4 +179,4 @@ class StopSignals:
         if self.first is None:
             self.first, self._first_at = signal.Signals(number), now
         elif number != signal.SIGHUP and now - self._first_at >= SIGNAL_REPEAT_INTERVAL:
-            self._kill_requested = True
+            self.kill_requested = True

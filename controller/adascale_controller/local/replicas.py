@@ -172,21 +172,11 @@ class Replicas:
         self._seen: list[ProgramFailure] = []
         self._placement = PlacementBackoff()
         self._exits: list[AgentExit] = []
-        self._finished = False
+        self.finished = False  # whether the program has finished: an agent exits with 0 only then
         self._restart_at: dict[int, float] = {}
         self._failed_checks: dict[int, tuple[int, str]] = {}
         """Replica -> how often it has failed its check in a row, and how."""
         self._restarts_before = 0
-
-    @property
-    def finished(self) -> bool:
-        """Whether the program has finished: an agent exits with 0 only then."""
-        return self._finished
-
-    @property
-    def all_exited(self) -> bool:
-        """Whether no agent runs."""
-        return not self.agents.ranks
 
     def limit(self, now: float) -> tuple[int | None, str]:
         """Return the largest count that may be used, and why; None and an empty text if any may be."""
@@ -215,7 +205,7 @@ class Replicas:
         for agent_exit in exits:
             exit_class = classify_exit(agent_exit.code)
             if exit_class is ExitClass.FINISHED:
-                self._finished = self._finished or view.complete or not agent_exit.requested
+                self.finished = self.finished or view.complete or not agent_exit.requested
             elif agent_exit.requested:
                 continue
             elif view.complete or self.finished:
@@ -237,7 +227,7 @@ class Replicas:
         """Start missing agents, and stop agents that the allocation does not need."""
         if view.desired is None:
             return
-        if view.complete or self._finished:
+        if view.complete or self.finished:
             self._stop_idle(view, from_rank=0)
             return
         for rank in view.desired.indices:

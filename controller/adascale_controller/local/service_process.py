@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 from pydantic import TypeAdapter
@@ -68,6 +67,7 @@ class ServiceProcess:
         self.read_token = secrets.token_urlsafe(24)
         self._listener = listener
         self._folder = folder
+        self.log = folder.service_log  # the file with its output
         self._options = options
         self._environ = {**environ, ENV_TOKEN: self.token, ENV_READ_TOKEN: self.read_token}
         self._inherited = inherited
@@ -77,11 +77,6 @@ class ServiceProcess:
     def url(self) -> str:
         """The service's address."""
         return f"http://{ADDRESS}:{self._listener.getsockname()[1]}"
-
-    @property
-    def log(self) -> Path:
-        """The file with its output."""
-        return self._folder.service_log
 
     @property
     def exit_code(self) -> int | None:

@@ -116,7 +116,7 @@ class MeasuredTemplate:
         """How long the last move of a job to another type interrupted training; None if none was measured."""
         self._times: dict[_MeasuredPlan, dict[str, StepTime]] = {}
         self._used = 0
-        self._step_times: dict[str, Sequence[StepTime]] = {}
+        self.by_type: dict[str, Sequence[StepTime]] = {}
         """Type of accelerator -> the median over jobs of each plan and number of nodes."""
         self._accelerator = ""
         """The type of accelerator that was measured last."""
@@ -128,13 +128,13 @@ class MeasuredTemplate:
 
     def step_times(self, accelerator: str | None) -> Sequence[StepTime]:
         """Return the median over jobs of each plan and number of nodes."""
-        return self._step_times.get(self._accelerator if accelerator is None else accelerator, ())
+        return self.by_type.get(self._accelerator if accelerator is None else accelerator, ())
 
     @property
     def reported(self) -> tuple[object, ...]:
         """What the jobs have reported, to be compared with what they had reported before."""
         number = sum(map(len, self._estimates.values()))
-        return self._step_times, self._accelerator, self.first_estimate, self.move_seconds, number
+        return self.by_type, self._accelerator, self.first_estimate, self.move_seconds, number
 
     def estimates_after(
         self, progress: float, *, counts_samples: bool = False
@@ -168,15 +168,10 @@ class MeasuredTemplate:
         self._used = len(self._times)
         medians = [_median_of_jobs(list(times.values())) for _, times in sorted(self._times.items())]
         types = {each.accelerator for each in medians}
-        self._step_times = {
+        self.by_type = {
             name: tuple(each for each in medians if each.accelerator == name) for name in sorted(types)
         }
-        self.ratios.add(self, self._step_times)
-
-    @property
-    def by_type(self) -> Mapping[str, Sequence[StepTime]]:
-        """Type of accelerator -> the median over jobs of each plan and number of nodes."""
-        return self._step_times
+        self.ratios.add(self, self.by_type)
 
 
 _MeasuredPlan = tuple[str, int, int, int, int]
