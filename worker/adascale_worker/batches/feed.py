@@ -71,7 +71,8 @@ class DataFeed:
         self._division = division
         self._bounds = bounds
         self._group = group
-        self._seed = seed
+        self.seed = seed
+        """Determines the order of samples, and the random numbers of each step."""
         self._progress = progress
         self._comparison = DataComparison(group, self._progress, is_saved=is_saved)
         self._compare: Callable[[], None] | None = None
@@ -88,11 +89,6 @@ class DataFeed:
         """Whether this process, or that which has sent the state, has opened the data set of `_length`."""
         self._kept: PersistentLoader[MicroBatches] | None = None
         """With `persistent_workers=True`."""
-
-    @property
-    def seed(self) -> int:
-        """Determines the order of samples, and the random numbers of each step."""
-        return self._seed
 
     @property
     def rank(self) -> int:
@@ -138,7 +134,7 @@ class DataFeed:
         consumed = self._progress.consumed - self._origin.consumed
         number = self._origin.number + (consumed // self._length if self._length else 0)
         made = order_of(
-            dataset, shuffle, order, lengths, seed=self._seed, group=self._bounds.batch_size, number=number
+            dataset, shuffle, order, lengths, seed=self.seed, group=self._bounds.batch_size, number=number
         )
         self._require_enough(made.length, "the data set" if order is None else "a pass of order=")
         self._begin_order(made, allow_other_length=allow_other_length)
@@ -147,7 +143,7 @@ class DataFeed:
             self.close()
         else:
             self._kept_loader(dataset, options)
-        samples = SampleSequence(made.length, self._seed, order=made, origin=self._origin)
+        samples = SampleSequence(made.length, self.seed, order=made, origin=self._origin)
         return partial(self._load, dataset, samples, options, allow_other_length)
 
     def progress_at(self, epoch: int) -> float:
@@ -241,7 +237,7 @@ class DataFeed:
         comparison, processes = self._comparison, self._group.processes
         # Where batches may overtake each other, so may what is fetched for the comparison.
         probes = comparison.requests(samples, consumed) if options.get("in_order", True) else []
-        fetch_again = partial(fetch, dataset, seed=self._seed, options=options)
+        fetch_again = partial(fetch, dataset, seed=self.seed, options=options)
         kept = self._kept_loader(dataset, options)
         if kept is not None:
             kept.sampler.begin(samples, consumed, plan, self._group.rank, probes)
@@ -257,7 +253,7 @@ class DataFeed:
                 dataset,  # type: ignore[arg-type]
                 batch_sampler=sampler,
                 # It draws the seeds of its workers from this, not from the program's random state.
-                generator=torch.Generator().manual_seed(self._seed + consumed),
+                generator=torch.Generator().manual_seed(self.seed + consumed),
                 **options,
             )
             if options.get("persistent_workers"):
@@ -265,7 +261,7 @@ class DataFeed:
                 loaded = self._kept.begin()
             else:
                 loaded = LoadedBatches(iter(loader), plan, sampler.drawn)
-        found = loaded.take_probes(probes, self._seed)
+        found = loaded.take_probes(probes, self.seed)
         self._compare = partial(
             comparison.compare, samples, consumed, found, fetch_again, allow_others=allow_others
         )
@@ -325,7 +321,7 @@ class DataFeed:
         self._division.loads_parts = False
         self._kind, self._is_open = kind, True
         self._stream = feed = self._stream or self._make_stream()
-        feed.open(dealt or dataset, stream, options, seed=self._seed)
+        feed.open(dealt or dataset, stream, options, seed=self.seed)
         return lambda consumed, plan: LoadedBatches(
             feed.micro_batches(consumed, plan, self._group.rank), plan
         )
@@ -395,7 +391,7 @@ class DataFeed:
             "stream": described if self._kind == STREAM else None,
             "shards": described if self._kind == SHARDS else None,
             "samples": self._length,
-            "seed": self._seed,
+            "seed": self.seed,
             "order": self._kind,
             "origin": list(astuple(self._origin)),
             "is_open": self._is_open,
@@ -407,7 +403,7 @@ class DataFeed:
         if state["order"] is not None:
             self._length, self._kind = state["samples"], state["order"]
         if state["seed"] is not None:
-            self._seed = state["seed"]
+            self.seed = state["seed"]
         self._origin = Origin(*state["origin"])
         self._is_open = state["is_open"]
         self._comparison.load_state_dict(state["compared"])

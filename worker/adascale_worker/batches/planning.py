@@ -45,7 +45,8 @@ class BatchPlanner:
         """The plan of the current epoch."""
         self.fitting = 0
         """The largest local batch size of a finished step; 0 before the first step."""
-        self._step_plan: BatchPlan | None = None
+        self.step_plan = self.plan
+        """The plan of the present step: that of the epoch, or one with smaller micro-batches."""
         self._group = group
         self._efficiency = efficiency
         self._planned_at = time.monotonic()
@@ -56,15 +57,6 @@ class BatchPlanner:
     def scale(self) -> float:
         """The scale of the current plan."""
         return self.plan.scale(self.bounds)
-
-    @property
-    def step_plan(self) -> BatchPlan:
-        """The plan of the present step: that of the epoch, or one with smaller micro-batches."""
-        return self._step_plan or self.plan
-
-    @step_plan.setter
-    def step_plan(self, plan: BatchPlan) -> None:
-        self._step_plan = plan
 
     @property
     def is_due(self) -> bool:
@@ -110,7 +102,7 @@ class BatchPlanner:
         self._use(BatchPlan(self._group.replicas, local_bsz, accumulation))
 
     def _use(self, plan: BatchPlan) -> None:
-        self._step_plan, self.plan = None, plan
+        self.step_plan = self.plan = plan
 
     def _bounds_to_try(self) -> BatchBounds:
         """Return the bounds of the next plan. Without an upper bound, batches grow by `PROBE_FACTOR`."""
@@ -144,7 +136,7 @@ class BatchPlanner:
         """Choose the first plan of a job for the replicas that there are."""
         _require_valid_replicas(bounds, self._group.replicas)
         self.bounds = bounds
-        self.plan = plan_batch(bounds, self._group.replicas)
+        self._use(plan_batch(bounds, self._group.replicas))
 
     def adapt(self, bounds: BatchBounds, optimizer: Optimizers, step_timer: StepTimer) -> None:
         """Keep the plan of rank 0 if it is valid for the present bounds and replicas, else choose a plan.

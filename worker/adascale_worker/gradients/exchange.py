@@ -78,7 +78,8 @@ class GradientExchange:
     def __init__(self, shards: Sequence[Tensor], group: ReplicaGroup) -> None:
         self._shards = shards  # the parameters, or of sharded ones the parts that this process has
         self._group = group
-        self._trained: Flags | None = None
+        self.trained: Flags | None = None
+        """The parameters that there are buckets for; None without any."""
         self._buckets: list[_Bucket] = []
         self._hooks: list[RemovableHandle] = []
         self._take: Callable[[Sequence[int]], list[Tensor | None]] = lambda _: []
@@ -90,18 +91,13 @@ class GradientExchange:
         self._patterns: dict[tuple[bool, ...], Tensor] = {}
 
     @property
-    def trained(self) -> Flags | None:
-        """The parameters that there are buckets for; None without any."""
-        return self._trained
-
-    @property
     def has_begun(self) -> bool:
         """Whether the exchange of a bucket has begun, and none is finished."""
         return self._begun > 0
 
     def forget(self) -> None:
         """Make the buckets again before the next exchange, with other replicas or after a failure."""
-        self._trained, self._buckets, self._works, self._begun = None, [], [], 0
+        self.trained, self._buckets, self._works, self._begun = None, [], [], 0
         self._begins_early = False
         for hook in self._hooks:
             hook.remove()
@@ -115,17 +111,17 @@ class GradientExchange:
 
     def covers(self, trained: Flags) -> bool:
         """Whether there are buckets for all parameters that are trained."""
-        known = self._trained
+        known = self.trained
         return known is not None and (
             known == trained or all(has for has, needs in zip(known, trained, strict=True) if needs)
         )
 
     def use(self, trained: Flags) -> None:
         """Make buckets for the parameters that are trained, the same on all replicas."""
-        if trained == self._trained:
+        if trained == self.trained:
             return
         self.forget()
-        self._trained = trained
+        self.trained = trained
         # Usually the order in which gradients arrive.
         numbers = [number for number, is_trained in enumerate(trained) if is_trained][::-1]
         parts = list(_divided([(number, self._shards[number].detach()) for number in numbers]))
