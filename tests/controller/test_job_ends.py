@@ -51,6 +51,10 @@ def measured(*counts: int) -> JobView:
     return replace(AT_TWO, step_times=tuple(StepTime(count, 4, 1, 0.1) for count in counts))
 
 
+TWICE = [Ended(0, 3, 1), Ended(0, 3, 2)]
+AFTER_TWO = view((3, 2))
+
+
 Outcome = tuple[int, str]
 """The number of failures, and the reason and message of the end; empty if the job goes on."""
 
@@ -158,6 +162,23 @@ BACKOFF = "The program has failed {}, backoffLimit ({}) exceeded. Replica {} fai
         ),
         pytest.param(
             [Ended(0, 3), Ended(0, 3, log="KeyError")], STARTING, {}, (2, ""), id="different failures"
+        ),
+        pytest.param(
+            TWICE,
+            AFTER_TWO,
+            {},
+            (2, "ProgramFailed: ValueError: no. The program has failed twice in the same way before"),
+            id="the same failure in two generations",
+        ),
+        pytest.param(
+            TWICE, replace(AFTER_TWO, latest=report(2)), {}, (2, ""), id="the same failure after a step"
+        ),
+        pytest.param(
+            TWICE,
+            replace(AFTER_TWO, step_times=measured(1).step_times),
+            {},
+            (2, ""),
+            id="the same failure, but it has trained on another count",
         ),
         pytest.param(
             [Ended(2, 3), Ended(2, 3)],
