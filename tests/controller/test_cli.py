@@ -149,13 +149,6 @@ def test_every_error_of_a_job_is_shown_without_a_traceback(tmp_path: Path) -> No
 # -- errors of run ----------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_an_error_if_it_is_requested(tmp_path: Path, service: Service) -> None:
-    job = write_job(tmp_path / "job.yaml", ["python", "-c", "pass"])
-    failed = adascale("run", job, "--state-dir", tmp_path / "state", "--port", service.port)
-    assert failed.returncode == 2
-    assert f"cannot listen on port {service.port}: address already in use" in failed.stderr
-
-
 # -- explain ---------------------------------------------------------------------------------------------
 
 
