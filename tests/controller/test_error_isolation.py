@@ -8,11 +8,7 @@ import pytest
 
 from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, PodRefusedError
-from adascale_controller.operator.runtime.work_queue import (
-    MAX_RETRY_INTERVAL,
-    RETRY_INTERVAL,
-    ErrorIsolation,
-)
+from adascale_controller.operator.runtime.work_queue import MAX_RETRY_INTERVAL, RETRY_INTERVAL, ErrorIsolation
 from adascale_controller.operator.types.kubernetes import ApiObject
 from support.clock import Clock
 from support.fake_cluster import FakeCluster

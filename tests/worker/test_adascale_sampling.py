@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.scaling.statistics.steps import (
-    FIRST_STEPS,
-    MAX_INTERVAL,
-    SAMPLES_PER_WINDOW,
-    Sampling,
-)
+from adascale_worker.scaling.statistics.steps import FIRST_STEPS, MAX_INTERVAL, SAMPLES_PER_WINDOW, Sampling
 from worker.adascale_problem import backward, batches, network, squared_error
 
 

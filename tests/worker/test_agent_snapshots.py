@@ -20,16 +20,7 @@ from adascale_worker.state.file import Snapshot
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.snapshot_memory import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
-from support.training import (
-    FIXED,
-    MakeTrainer,
-    adamw,
-    equal,
-    make_step,
-    network,
-    parameters_of,
-    samples,
-)
+from support.training import FIXED, MakeTrainer, adamw, equal, make_step, network, parameters_of, samples
 
 
 class KilledError(Exception):

@@ -15,12 +15,7 @@ import pytest
 import torch
 
 from adascale_core.checkpoint_manifest import FORMAT, Manifest
-from adascale_storage import (
-    NameTakenError,
-    StorageError,
-    WriteCancelledError,
-    open_storage,
-)
+from adascale_storage import NameTakenError, StorageError, WriteCancelledError, open_storage
 from adascale_storage.folder import Folder
 from adascale_worker.errors import CheckpointError
 from adascale_worker.state.file import Snapshot, StateFileLayout

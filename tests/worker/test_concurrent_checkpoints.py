@@ -15,13 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_storage import (
-    MissingFileError,
-    NameTakenError,
-    Part,
-    Storage,
-    StorageFullError,
-)
+from adascale_storage import MissingFileError, NameTakenError, Part, Storage, StorageFullError
 from adascale_storage.folder import Folder
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore

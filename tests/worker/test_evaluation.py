@@ -21,14 +21,7 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.loop import evaluation as exchanges
-from adascale_worker.loop.evaluation import (
-    Evaluation,
-    Exchange,
-    Sum,
-    decoded_sum,
-    encoded_sum,
-    exact_sum,
-)
+from adascale_worker.loop.evaluation import Evaluation, Exchange, Sum, decoded_sum, encoded_sum, exact_sum
 from adascale_worker.membership.process_group import ReplicaGroup
 from support.examples import examples
 from support.training import ACCUMULATING, FIXED, MakeTrainer, make_step, network, samples, sgd

@@ -12,13 +12,7 @@ from torch import nn
 from adascale import AdaScale, ElasticTrainer
 from adascale_worker.errors import UnusableCheckpointError, WorkerError
 from support.gan import BCE, Gan, noise_of
-from support.training import (
-    ACCUMULATING,
-    FIXED,
-    MakeTrainer,
-    equal,
-    samples,
-)
+from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, samples
 
 LOOPS = [
     "alternating",

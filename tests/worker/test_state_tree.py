@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adascale.errors import UnsupportedStateError
-from adascale_worker.state.tree import (
-    MAX_DEPTH,
-    InvalidSpecError,
-    TensorIndex,
-    flatten,
-    layouts,
-    unflatten,
-)
+from adascale_worker.state.tree import MAX_DEPTH, InvalidSpecError, TensorIndex, flatten, layouts, unflatten
 
 
 def same(left: Any, right: Any) -> bool:
