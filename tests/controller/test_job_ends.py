@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
 from adascale_controller.job.placement_backoff import FIRST_PAUSE, TIMEOUT_TRAINING
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
+from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.replicas import AgentExit
+from adascale_controller.local.runner import RunOptions, run_job
 from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
 from adascale_controller.operator.schedule.scheduler import Scheduler
@@ -109,6 +113,27 @@ def test_a_run_without_room_for_its_spares_counts_each_failure(tmp_path: Path) -
     ends = [Ended(0, 3), Ended(0, 3)]
     count, end = of_processes(tmp_path, ends, STARTING, {"spare_replicas": 1}, 0.0)
     assert (count, end.split(":")[0]) == (2, "ProgramFailed")
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason", "message"),
+    [
+        ({"suspend": True}, Reason.SUSPENDED, "spec.suspend is true"),
+        ({"replica_limit": 0}, Reason.SCALED_TO_ZERO, "spec.replicaLimit is 0"),
+    ],
+    ids=["suspended", "scaled to zero"],
+)
+def test_a_job_that_is_not_to_run_has_no_replicas(
+    tmp_path: Path, spec: dict[str, Any], reason: Reason, message: str
+) -> None:
+    on_pods = assess(observed(job(**spec), STARTING, []))
+    assert (on_pods.phase, on_pods.reason, on_pods.message) == (JobPhase.STOPPING, reason, message)
+    output = io.StringIO()
+    on_processes = JobDefinition("team.digits", SPEC, **spec)
+    display = PlainDisplay(Console(file=output, width=200))
+    assert run_job(on_processes, RunOptions(state_dir=tmp_path / "state"), display) == 0
+    assert output.getvalue().endswith(f"team.digits is not run: {message}\n")
+    assert not (tmp_path / "state").exists()
 
 
 BACKOFF = "The program has failed {}, backoffLimit ({}) exceeded. Replica {} failed: "

@@ -8,13 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local import machine
-from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.replica_limit import ReplicaLimit, ReplicaLimitError, replica_limit
-from adascale_controller.local.runner import RunOptions, run_job
 from adascale_core.messages.job_spec import JobSpec
 from support.fast_python import PYTHON
 
@@ -157,16 +154,3 @@ def test_a_limit_that_the_job_or_the_machine_does_not_allow_is_an_error(
         replica_limit(replace(JOB, replica_limit=replicas), requested, devices)
     assert str(raised.value) == message
     assert raised.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("job", "message"),
-    [
-        (replace(JOB, replica_limit=0), "digits is not run: spec.replicaLimit is 0"),
-        (replace(JOB, suspend=True), "digits is not run: spec.suspend is true"),
-    ],
-)
-def test_a_job_that_must_not_run_does_not_run(job: JobDefinition, message: str) -> None:
-    console = Console(record=True, width=100)
-    assert run_job(job, RunOptions(), PlainDisplay(console)) == 0
-    assert message in console.export_text()

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from adascale_client import MetricsServiceClient, ServiceError
+from adascale_controller.job.reasons import requested_stop
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.control_loop import LocalControlLoop
 from adascale_controller.local.display import Display, LiveDisplay
@@ -77,11 +78,8 @@ class RunOptions:
 
 def run_job(job: JobDefinition, options: RunOptions, display: Display) -> int:
     """Run a job until it ends or the user stops it."""
-    if job.suspend:
-        display.message(f"{job.short_id} is not run: spec.suspend is true")
-        return 0
-    if job.replica_limit == 0:
-        display.message(f"{job.short_id} is not run: spec.replicaLimit is 0")
+    if (stop := requested_stop(job)) is not None:
+        display.message(f"{job.short_id} is not run: {stop[1]}")
         return 0
     folder = StateDir(options.state_dir or DEFAULT_ROOT / job.id)
     chosen = job.checkpoint_url or job.checkpoint.path

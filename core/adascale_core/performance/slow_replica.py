@@ -39,9 +39,13 @@ class SlowReplica:
     factor: float  # its typical time over the median of those of the others, above 1
 
     def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, place: str = "") -> str:
+        """Return which replica is slow, by how much, and where it is."""
         return (
-            f"replica {self.replica} is slow: in each step it computes {self.factor:.2f} times as long as "
-            "the others, which wait for it"
+            f"replica {self.replica}{place} is slow: in each step it computes {self.factor:.2f} times as "
+            "long as the others, which wait for it"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from adascale_controller.formatting import plural
 from adascale_controller.job.failures import Failures, find_end
 from adascale_controller.job.placement_backoff import FailedPlacement
-from adascale_controller.job.reasons import Reason
+from adascale_controller.job.reasons import Reason, requested_stop
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, is_program_failure, program_failures
 from adascale_controller.operator.types.kubernetes import ConditionType, condition_of, seconds
@@ -211,10 +211,8 @@ def _stopped(observed: ObservedJob) -> _Finding | None:
     if job is None:
         # It continues with the pods that it has.
         return JobPhase.BLOCKED, Reason.INVALID_SPEC, observed.resource.invalid or ""
-    if job.suspend:
-        return JobPhase.STOPPING, Reason.SUSPENDED, "spec.suspend is true"
-    if job.replica_limit == 0:
-        return JobPhase.STOPPING, Reason.SCALED_TO_ZERO, "spec.replicaLimit is 0"
+    if (stop := requested_stop(job)) is not None:
+        return JobPhase.STOPPING, *stop
     return _changed(observed) or _missing_claim(observed) or _held(observed)
 
 

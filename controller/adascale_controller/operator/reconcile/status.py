@@ -375,12 +375,11 @@ def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> JobConditio
         return JobCondition(kind, False, Reason.NO_REPLICA_SLOW) if before is not None else None
     pod = observed.live_pods.get(slow.replica)
     place = "" if pod is None else f" (pod {pod.name}, node {pod.node})"
-    named = f"Replica {slow.replica}{place} is slow"
-    if before is not None and before.status and before.message.startswith(named):
+    message = capitalized(slow.describe(place))
+    if before is not None and before.status and before.message.startswith(message.partition(":")[0]):
         # The factor changes a little with each report.
         return before
-    message = f"{named}: in each step it computes {slow.factor:.2f} times as long as the others"
-    return JobCondition(kind, True, Reason.REPLICA_SLOW, f"{message}, which wait for it")
+    return JobCondition(kind, True, Reason.REPLICA_SLOW, message)
 
 
 def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> JobCondition:
