@@ -58,7 +58,8 @@ class NoState:
 
     number = None
 
-    def save_before_leaving(self) -> None: ...
+    def save_alone(self) -> bool:
+        return False
 
     def save_beside(self) -> bool:
         return False

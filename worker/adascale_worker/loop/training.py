@@ -1,6 +1,6 @@
 """The one place where the parts of a trainer are made, each with the parts that it uses.
 
-`replica.py` makes those that need no model, before the program passes it.
+`context.py` makes those that need no model, before the program passes it.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class MemberState(Protocol):
     def number(self) -> StateNumber | None:
         """Its number; None without a state."""
 
-    def save_before_leaving(self) -> None:
-        """Save it, because this trainer leaves and the others may have no state."""
+    def save_alone(self) -> bool:
+        """Save it without the others, if there is one, and return whether it is saved."""
 
     def save_beside(self) -> bool:
         """Save it in a thread, without the others, and return whether it is saved."""
@@ -251,7 +251,7 @@ class Membership:
 
     def _save_before_leaving(self) -> None:
         self._group.own.share([SAVE])
-        self._state.save_before_leaving()
+        self._state.save_alone()
 
     def _form(self, assignment: Assignment) -> tuple[Assignment, Formation]:
         state = self._state.number
@@ -303,7 +303,7 @@ class Membership:
             if kind == LEAVE:
                 raise LeaveError
             assert kind == SAVE, kind
-            self._state.save_before_leaving()
+            self._state.save_alone()
 
     def _follow(
         self, text: str, store_port: int, states: list[list[int] | None], secret: str

@@ -227,18 +227,15 @@ class State:
         return True
 
     def save_alone(self) -> bool:
-        """Save the state without the other replicas, and return whether it is saved."""
+        """Save the state, if there is one, without the other replicas, and return whether it is saved."""
+        if self.generation is None:
+            return False
         self._group.be_alone()
         return self.save_if_possible(alone=True)
 
     def save_on_rank_0(self) -> None:
         """Save the state before this returns, without a collective call of the replicas."""
         self._checkpointing.save_on_rank_0(self.info(), self._for_checkpoint)
-
-    def save_before_leaving(self) -> None:
-        """Save the state of a trainer that waits for a generation, and leaves."""
-        if self.generation is not None:
-            self.save_alone()
 
     def save_beside(self) -> bool:
         """Save the state in a thread, while the main thread cannot leave a collective call.
