@@ -44,7 +44,7 @@ from adascale_core.rendezvous.instruction import Instruction, instruction, is_ta
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.link_check import LinkCheck
 from adascale_worker.agent.snapshots import Snapshots
-from adascale_worker.agent.trainer_process import TrainerProcess, reap_orphans
+from adascale_worker.agent.trainer_process import TrainerProcess, TrainerStatus, reap_orphans
 from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
 from adascale_worker.process.environment import package_version, read_processes
 
@@ -228,29 +228,29 @@ class Agent:
         code: int | None = None,
         log: str | None = None,
     ) -> Registration:
-        status = trainer.status if trainer is not None else None
+        status = trainer.status if trainer is not None else TrainerStatus()
         return Registration(
             replica=self._replica,
             instance=self._instance,
             state=state,
-            generation=status.generation if status else 0,
+            generation=status.generation,
             address=self._address,
-            port=(status.port if status else None) or 0,
+            port=status.port or 0,
             exit_code=code,
             log=log,
             # The service gives the next generation a greater number.
-            assigned=max(self._assigned, status.saved if status else 0),
-            step=status.step if status else None,
-            lost=status.lost if status else (),
-            stepped=status.stepped if status else 0,
+            assigned=max(self._assigned, status.saved),
+            step=status.step,
+            lost=status.lost,
+            stepped=status.stepped,
             rank=self._rank,
             replicas=self._assignment.replicas if self._assignment else None,
             version=package_version(),
             node=self._node,
             key=self._heartbeat.key or self._key,
-            stall=status.stall if status else "",
-            accelerator=status.accelerator if status else "",
-            local_bsz_limit=status.local_bsz_limit if status else None,
+            stall=status.stall,
+            accelerator=status.accelerator,
+            local_bsz_limit=status.local_bsz_limit,
             snapshot_port=self._snapshots.port if self._snapshots is not None else 0,
             pid=trainer.pid if trainer is not None and code is None else 0,
         )
