@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate, default_smoothing, require_smoothing, total
@@ -100,6 +100,7 @@ def test_without_a_known_error_the_range_is_the_gain() -> None:
 def test_steps_with_a_limit_take_a_share_of_the_steps_without_it(
     sqr: float, var: float, scale: float, max_gain: float
 ) -> None:
+    assume(not 0.0 < abs(var) < 1e-300)  # parts of such small numbers have fewer digits
     estimate = GradientEstimate(sqr, var)
     gain, limited = estimate.gain(scale), estimate.limited(max_gain).gain(scale)
     assert 1 / limited == pytest.approx(1 / max_gain + (1 - 1 / max_gain) / gain, rel=1e-9)
