@@ -186,6 +186,11 @@ def counting(rank: int) -> Made:
     return Made(lambda _: next(calls))
 
 
+def pairs(samples: list[Any]) -> Any:
+    """Collate, with more than one sample only."""
+    return torch.stack([samples[0], samples[1]])
+
+
 DIFFERENT: dict[str, Make] = {
     "random_split without a generator": split,
     "labels in the order of a set": lambda rank: Made(lambda index: (torch.ones(3), (index + rank) % 7)),
@@ -206,7 +211,8 @@ EQUAL: dict[str, Make] = {
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(kind, {}) for kind in DIFFERENT] + [("all at once", FORKED), ("all at once", PERSISTENT)],
+    [(kind, {}) for kind in DIFFERENT]
+    + [("all at once", {**options, "collate_fn": pairs}) for options in ({}, FORKED, PERSISTENT)],
 )
 def test_other_samples_on_a_replica_are_named(kind: str, options: dict[str, Any]) -> None:
     errors = errors_of(DIFFERENT[kind], options)

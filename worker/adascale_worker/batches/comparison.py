@@ -1,10 +1,10 @@
 """Whether the replicas have the same data in the same order, and the same as before a restart.
 
-In the first loop of a generation and of an epoch each process fetches a few samples, each as a batch of its
-own, under seeds that follow from their indices, where it fetches its batches: in worker processes, if there
-are any. What all have is compared in the first loop of a generation, and with a checkpoint of the same epoch,
-since the program may make other data for each epoch. Where something differs, each sample is fetched several
-times, and data that vary by themselves are not compared.
+In the first loop of a generation and of an epoch each process fetches a few samples under seeds that follow
+from their indices, where it fetches its batches: in worker processes, if there are any. What all have is
+compared in the first loop of a generation, and with a checkpoint of the same epoch, since the program may
+make other data for each epoch. Where something differs, each sample is fetched several times, and data that
+vary by themselves are not compared.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from adascale_worker.batches.micro_batches import (
     MicroBatches,
     PersistentLoader,
     fetch,
+    probing,
 )
 from adascale_worker.batches.order import (
     RANDOM_ORDER,
@@ -235,9 +236,12 @@ class DataFeed:
     ) -> LoadedBatches:
         """Load this replica's micro-batches from a position on: what this process has of each."""
         comparison, processes = self._comparison, self._group.processes
+        has_workers = options.get("num_workers", 0) > 0
         # Where batches may overtake each other, so may what is fetched for the comparison.
-        probes = comparison.requests(samples, consumed) if options.get("in_order", True) else []
+        indices = comparison.requests(samples, consumed) if options.get("in_order", True) else []
         fetch_again = partial(fetch, dataset, seed=self.seed, options=options)
+        found = [] if has_workers else fetch_again(indices)
+        probes = indices if has_workers else []
         kept = self._kept_loader(dataset, options)
         if kept is not None:
             kept.sampler.begin(samples, consumed, plan, self._group.rank, probes)
@@ -254,14 +258,14 @@ class DataFeed:
                 batch_sampler=sampler,
                 # It draws the seeds of its workers from this, not from the program's random state.
                 generator=torch.Generator().manual_seed(self.seed + consumed),
-                **options,
+                **probing(options),
             )
             if options.get("persistent_workers"):
                 self._kept = PersistentLoader(dataset, options, loader, sampler, sampler.drawn)
                 loaded = self._kept.begin()
             else:
                 loaded = LoadedBatches(iter(loader), plan, sampler.drawn)
-        found = loaded.take_probes(probes, self.seed)
+        found += loaded.take_probes(probes)
         self._compare = partial(
             comparison.compare, samples, consumed, found, fetch_again, allow_others=allow_others
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.fingerprint import Found, summary
@@ -38,37 +38,72 @@ class Batch(list[int]):
         return _receive_batch, (list(self), self._seed, self._position)
 
 
-def _receive_batch(indices: list[int], seed: int, position: int) -> list[int]:
+class Probe(Batch):
+    """The index of a sample, of which a worker process loads the summary."""
+
+    def __init__(self, index: int, seed: int) -> None:
+        super().__init__([index], seed, index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_batch, (list(self), self._seed, self._position, True)
+
+
+_received = {"is_probe": False}
+"""What a worker process has received last."""
+
+
+def _receive_batch(indices: list[int], seed: int, position: int, is_probe: bool = False) -> list[int]:
     # Other numbers than those of a replica, whose training draws from the same seed and position.
     seed_generators(seed, position, PROBE_RANK)
+    _received["is_probe"] = is_probe
     return indices
 
 
-def probes_of(indices: Sequence[int], seed: int) -> list[Batch]:
-    """Return batches of one sample each, under seeds that follow from the indices."""
-    return [Batch([index], seed, index) for index in indices]
+class ProbedCollation:
+    """Collates samples in a worker process, and returns the summary of a probe."""
 
+    def __init__(self, function: Callable[[list[Any]], Any] | None) -> None:
+        self._function = function or default_collate
 
-def take_probes(loaded: Iterator[Any], indices: Sequence[int], seed: int) -> Found:
-    """Return the summaries of what is loaded for `probes_of`."""
-    generators, found = Generators(), []
-    for index in indices:
-        # A sample that cannot be fetched ends training when it is trained.
-        with generators.used(), suppress(Exception):
-            generators.seed(mixed_seed(seed, index, PROBE_RANK))
-            found.append((index, summary(next(loaded))))
-    return found
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return a batch, or the summary of a probe."""
+        return summary(samples) if _received["is_probe"] else self._function(samples)
 
 
 def fetch(dataset: Any, indices: Sequence[int], seed: int, options: dict[str, Any]) -> Found:
-    """Return summaries of samples, which are fetched where batches are."""
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_sampler=probes_of(indices, seed),
-        generator=torch.Generator().manual_seed(seed),
-        **{**options, "persistent_workers": False},
-    )
-    return take_probes(iter(loader), indices, seed)
+    """Return summaries of samples, fetched where batches are, under seeds that follow from the indices."""
+    if options.get("num_workers", 0):
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=[Probe(index, seed) for index in indices],
+            generator=torch.Generator().manual_seed(seed),
+            **{**probing(options), "persistent_workers": False},
+        )
+        return take_probes(iter(loader), indices)
+    generators, found = Generators(), []
+    has_items = getattr(dataset, "__getitems__", None)
+    for index in indices:
+        with generators.used(), suppress(Exception):
+            # A sample that cannot be fetched ends training when it is trained.
+            generators.seed(mixed_seed(seed, index, PROBE_RANK))
+            found.append((index, summary(dataset.__getitems__([index]) if has_items else [dataset[index]])))
+    return found
+
+
+def probing(options: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of DataLoader with which worker processes load probes too."""
+    if not options.get("num_workers", 0):
+        return options
+    return {**options, "collate_fn": ProbedCollation(options.get("collate_fn"))}
+
+
+def take_probes(loaded: Iterator[Any], indices: Sequence[int]) -> Found:
+    """Return what worker processes load for probes."""
+    found: Found = []
+    for index in indices:
+        with suppress(Exception):
+            found.append((index, next(loaded)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -108,7 +143,7 @@ class MicroBatches(Sampler[list[int]]):
     ) -> None:
         """Let the next iteration begin at another place, after probes of samples."""
         self._samples = samples
-        self._probes = probes_of(probes, samples.seed)
+        self._probes = [Probe(index, samples.seed) for index in probes]
         self.place = Place(samples.sequence, start, plan, rank)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -153,9 +188,9 @@ class LoadedBatches(Iterator[Any]):
         self.step = StepPlan(plan)
         self.index = 0
 
-    def take_probes(self, indices: Sequence[int], seed: int) -> Found:
-        """Return the summaries of what is loaded for probes, before the first batch."""
-        return take_probes(self._loaded, indices, seed)
+    def take_probes(self, indices: Sequence[int]) -> Found:
+        """Return what worker processes have loaded for probes, before the first batch."""
+        return take_probes(self._loaded, indices)
 
     def __next__(self) -> Any:
         batch = next(self._loaded)
