@@ -12,7 +12,8 @@ gradients are zero. Any other error, such as of the program's own loss function,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -130,13 +131,7 @@ def forward_without_activations(
                 raise
             size = max(size // 2, 2)
         del inputs
-    sources = [each for each in parameters if each.requires_grad]
-
-    def add_source(tensor: Tensor) -> Tensor:
-        sources.extend([tensor] if tensor.requires_grad else [])
-        return tensor
-
-    _mapped((args, kwargs), add_source)
+    sources = [each for each in [*tensors_in((args, kwargs)), *parameters] if each.requires_grad]
     if not sources:
         return output
     # A loop may register hooks on the output, or compute gradients of it by `torch.autograd.grad`.
@@ -161,6 +156,21 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *_: Tensor) -> Any:
         return None, *context.sources
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the inputs or outputs of a model."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 def _part_of(value: Any, size: int, batch: int) -> Any:
