@@ -275,8 +275,7 @@ class MembershipLinks:
     def close(self) -> None:
         """Send `leave` to the other members, and stop."""
         if os.getpid() == self._pid:
-            self._closing = True
-            self._submit(lambda: None)
+            self._submit(lambda: setattr(self, "_closing", True))
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
