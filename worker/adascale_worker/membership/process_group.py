@@ -583,7 +583,7 @@ class ReplicaGroup:
 
         They are exchanged in the memory of the host, so that no GPU is waited for.
         """
-        tensor = torch.tensor(numbers, dtype=torch.float64)
+        tensor = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self.add_replicas(tensor)
         return tensor.tolist()
 
@@ -604,7 +604,7 @@ class ReplicaGroup:
                     self._all_reduce(numbers)
             return numbers.tolist()
 
-        tensor.copy_(torch.tensor(self._decide(add), dtype=torch.float64))
+        tensor.copy_(torch.tensor(self._decide(add), dtype=torch.float64, device="cpu"))
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace `tensors` by their means over the lane. Each has the same type and shape on all ranks."""
