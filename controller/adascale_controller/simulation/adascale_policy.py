@@ -114,13 +114,15 @@ class AdaScalePolicy:
         self._solution = decide_all(contenders, self._nodes, now, self._solution, fairness=self._fairness)
         self._fit_trainer_models(jobs)
         assert self._solution.choice is not None
-        types, placed = self._solution.choice.types, dict[str, tuple[int, ...]]()
+        types, decisions = self._solution.choice.types, self._solution.decisions
+        placed: dict[str, tuple[int, ...]] = {}
         for name, nodes in settings.nodes_by_type().items():
             group = [job for job in jobs if types.get(job.name, "") == name]
             own = set(nodes)
             placed |= place(
                 {job.name: job.nodes for job in group if settings.type_of(job.nodes) == name},
-                {job.name: self._solution.decisions[job.name].replicas for job in group},
+                # In the order of admission, in which equal jobs are placed.
+                {job: each.replicas for job, each in decisions.items() if types.get(job, "") == name},
                 [units if node in own else 0 for node, units in enumerate(settings.nodes)],
                 self._placement,
             )
