@@ -233,10 +233,10 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _facts(rows: Iterable[tuple[str, str]]) -> Table:
+def _facts(rows: Iterable[tuple[str, str]], *, keeps_names: bool = False) -> Table:
     """Return a table of names and texts."""
     facts = Table.grid(padding=(0, 3, 0, 0))
-    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(style="dim", no_wrap=keeps_names)
     facts.add_column()
     for name, text in rows:
         facts.add_row(name, text)
@@ -321,7 +321,7 @@ def render_decision(
             speed, replicas = significant(latest.goodput), plural(latest.replicas, "replica")
             facts.append(("measured", f"{speed} progress per second on {replicas}, mean of the last minute"))
     facts.append(("decided", f"{clock(now - decision.time)} ago"))
-    parts: list[RenderableType] = [Text(decision.job, "bold"), _facts(facts)]
+    parts: list[RenderableType] = [Text(decision.job, "bold"), _facts(facts, keeps_names=True)]
     if decision.counts and not ended:
         parts += [Text(), _counts_table(decision)]
     return Group(*parts)

@@ -185,6 +185,9 @@ def test_the_gain_shows_all_metrics_by_name() -> None:
     values = [line.split() for line in lines]
     assert values.index(["accuracy_of_validation", "0.912"]) < values.index(["recall", "0.5"])
     assert ["loss", "0.213"] in values
+    long = replace(REPORT, metrics={"a" * 64: 0.91234})
+    lines = rendered(render_gain(GainView("default.test", long, None), 100.0), 60)
+    assert [line.split()[-1] for line in lines if "aaa" in line] == ["0.912"]
 
 
 def test_a_row_shows_all_values_of_its_generation() -> None:
