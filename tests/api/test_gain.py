@@ -123,6 +123,13 @@ def test_the_predictions_are_those_of_the_core(client: Client, job: str) -> None
     ]
 
 
+def test_the_history_has_at_most_the_requested_points(client: Client, job: str) -> None:
+    client.post_gain(job, *[a_report(step) for step in range(1, 502)])
+    assert len(client.get(f"/jobs/{job}/gain/history")["points"]) == 500
+    steps = [point["step"] for point in client.get(f"/jobs/{job}/gain/history?points=3")["points"]]
+    assert (len(steps), steps[0], steps[-1]) == (3, 1, 501)
+
+
 def test_the_answer_to_a_report_has_the_active_allocation(client: Client, job: str) -> None:
     client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 2})
     allocation = client.post_gain(job, a_report())["allocation"]
