@@ -73,11 +73,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         sample_every: measure every k-th step; 1 measures every step. Default: all of the first 100 steps,
             then up to every 16th step, depending on the smoothing.
         grad_scaler: the `torch.amp.GradScaler` of the training loop. Required only if gradients are clipped
-            between `unscale_()` and `step()`; otherwise the loss scale is inferred from the gradients.
+            between `unscale_()` and `step()`, or passed by the training loop; otherwise the loss scale is
+            inferred from the gradients.
         disjoint_pairs: with n = 1, whether each gradient is compared with at most one other. Then half of the
             gradients are not kept for the next step, nor saved with the state.
         observes_backward: whether backward passes are observed. If not, the training loop passes its
-            gradients to `read`, `end_micro_gradient` and `measure`.
+            gradients to `statistics`.
         shards: exchanges the statistics, if each process of a replica has shards of the gradients, which the
             training loop passes.
         observe: measure without changing anything: the step is that of `optimizer`, which the program may go
