@@ -21,6 +21,7 @@ def test_holds():
 
 
 def test_a_failure_is_reported_with_its_assertion_and_example(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]")
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     (tmp_path / "test_numbers.py").write_text(PROGRAM)
     environ = {**os.environ, "PYTHONPATH": str(TESTS), "ADASCALE_TEST_REPORT": str(tmp_path / "report")}
