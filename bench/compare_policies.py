@@ -14,7 +14,8 @@ which `bench/fairness.py` draws. Policies other than `adascale`:
 - `tiresias`, `optimus`, `fcfs` (first come first served), `edf` (earliest deadline first) and `equal` (equal
   shares) of `policies.py`; `tiresias`, `fcfs` and `edf` run a job on the replicas of the workload only;
 - `sia`, the only one of them that knows types of accelerators (--cluster); `elasticflow`, which needs
-  --deadlines. Both move a job to other nodes of its type without a restart, as published.
+  --deadlines. Both move a job to other nodes of its type without a restart, as published. `elasticflow-all`
+  is the same, but each job that it does not admit keeps a GPU.
 
 With --isolated each job is also simulated alone on its fair share with the same policy, for finish-time
 fairness as Sia reports it (`isolated_cluster.py`). It takes as long again.
@@ -63,10 +64,11 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "sia": Sia,
     "edf": EarliestDeadlineFirst,
     "elasticflow": ElasticFlow,
+    "elasticflow-all": partial(ElasticFlow, keeps_all=True),
 }
 FIXED_SIZE = {"tiresias", "fcfs", "edf"}
 """The policies that run a job on the number of replicas of the workload only."""
-FREE_MOVES = {"sia", "elasticflow"}
+FREE_MOVES = {"sia", "elasticflow", "elasticflow-all"}
 KNOW_TYPES = {"adascale", "sia"}
 
 

@@ -11,7 +11,8 @@ is known, as ElasticFlow measures it beforehand. Whenever a job arrives or ends:
    whose replica-seconds grow least by them (section 4.2).
 
 Jobs that were not admitted, and admitted jobs that are late because of restarts, run on what is left, in the
-order of arrival, since all jobs of a simulation end.
+order of arrival, since all jobs of a simulation end. With `keeps_all` each of them keeps a GPU before that,
+as `adascale` stops no job for a later one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ MAX_SLOTS = 100_000
 class ElasticFlow(FixedBatch):
     """ElasticFlow, with slots as long as the interval of decisions."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_all: bool = False) -> None:
+        self._keeps_all = keeps_all
         self._admitted: dict[str, bool] = {}
         """Job -> whether it was admitted, of the jobs that are not complete."""
         self._counts: dict[str, int] = {}
@@ -51,23 +53,36 @@ class ElasticFlow(FixedBatch):
 
     def _decide(self, jobs: Sequence[_Job], settings: SimulationSettings, now: float) -> None:
         admitted = sorted((job for job in jobs if self._admitted.get(job.name)), key=_deadline)
-        # A job that is late, because of restarts, has lost its share.
-        planned = plans(admitted, settings, now)
-        admitted = [job for job, plan in zip(admitted, planned, strict=True) if plan is not None]
+        planned = self._plans(jobs, admitted, settings, now)
+        # A job that is late, because of restarts, has lost its share. The GPU that it keeps may be another's.
+        while any(plan is None for plan in planned):
+            admitted = [job for job, plan in zip(admitted, planned, strict=True) if plan is not None]
+            planned = self._plans(jobs, admitted, settings, now)
         for job in jobs:
             if job.name not in self._admitted:
                 extended = sorted([*admitted, job], key=_deadline)
-                if all(plan is not None for plan in plans(extended, settings, now)):
-                    admitted = extended
+                found = self._plans(jobs, extended, settings, now)
+                if all(plan is not None for plan in found):
+                    admitted, planned = extended, found
         names = {job.name for job in admitted}
         self._admitted = {job.name: job.name in names for job in jobs}
-        self._counts = share_out(admitted, plans(admitted, settings, now), settings)
+        self._counts = share_out(admitted, planned, self._room(jobs, admitted, settings))
+        others = [job for job in jobs if job.name not in names]
         free = settings.total - sum(self._counts.values())
-        for job in jobs:
-            if job.name not in names:
-                count = max((each for each in job.counts if each <= free), default=0)
-                self._counts[job.name] = count
-                free -= count
+        for later, job in zip(reversed(range(len(others))), others, strict=True):
+            room = free - later if self._keeps_all else free
+            count = max((each for each in job.counts if each <= room), default=0)
+            self._counts[job.name] = count
+            free -= count
+
+    def _plans(
+        self, jobs: Sequence[_Job], admitted: Sequence[_Job], settings: SimulationSettings, now: float
+    ) -> list[Slots | None]:
+        return plans(admitted, self._room(jobs, admitted, settings), settings.interval, now)
+
+    def _room(self, jobs: Sequence[_Job], admitted: Sequence[_Job], settings: SimulationSettings) -> int:
+        """Return the GPUs for the admitted jobs."""
+        return settings.total - (len(jobs) - len(admitted) if self._keeps_all else 0)
 
 
 class _Job:
@@ -125,18 +140,18 @@ def _throughputs(job: SimulatedJob, settings: SimulationSettings) -> dict[int, f
     return found
 
 
-def plans(jobs: Sequence[_Job], settings: SimulationSettings, now: float) -> list[Slots | None]:
+def plans(jobs: Sequence[_Job], total: int, interval: float, now: float) -> list[Slots | None]:
     """Return the GPUs of each job in each slot from now on; None for a job that misses its deadline."""
-    slots = max((ceil((job.deadline - now) / settings.interval) for job in jobs), default=0)
+    slots = max((ceil((job.deadline - now) / interval) for job in jobs), default=0)
     if slots > MAX_SLOTS:
         raise SimulationError(
             f"the policy elasticflow plans at most {MAX_SLOTS} slots, and the latest deadline is {slots} "
             "intervals away: raise --interval"
         )
-    free = np.full(max(slots, 1), settings.total)
+    free = np.full(max(slots, 1), total)
     found = []
     for job in jobs:
-        plan = satisfactory_plan(job, free, settings.interval, now)
+        plan = satisfactory_plan(job, free, interval, now)
         found.append(plan)
         if plan is not None:
             free = free - plan
@@ -162,12 +177,10 @@ def satisfactory_plan(job: _Job, free: Slots, interval: float, now: float) -> Sl
     return None
 
 
-def share_out(
-    jobs: Sequence[_Job], planned: Sequence[Slots | None], settings: SimulationSettings
-) -> dict[str, int]:
+def share_out(jobs: Sequence[_Job], planned: Sequence[Slots | None], total: int) -> dict[str, int]:
     """Return the GPUs of each admitted job in the present slot."""
     counts = {job.name: int(plan[0]) for job, plan in zip(jobs, planned, strict=True) if plan is not None}
-    free = settings.total - sum(counts.values())
+    free = total - sum(counts.values())
     by_name = {job.name: job for job in jobs}
     heap = [(_cost(job, counts[job.name]), job.name) for job in jobs]
     heapify(heap)

@@ -173,6 +173,8 @@ def test_an_admitted_job_keeps_its_share_when_others_come(application: ProfiledA
     ]
     result = Results.of(simulate(jobs, ElasticFlow(), settings), settings)
     assert [job.completed <= (job.deadline or 0.0) for job in result.jobs] == [True, False]
+    result = Results.of(simulate(jobs, ElasticFlow(keeps_all=True), settings), settings)
+    assert max(job.started - job.submitted for job in result.jobs) <= 10.0
 
 
 @pytest.fixture(scope="module")
