@@ -76,6 +76,19 @@ def test_of_two_deadlines_that_cannot_both_be_met_the_one_of_fewer_replica_hours
     assert counts([long("long", 600.0), short], 8) == {"long": 2, "short": 6}
 
 
+@pytest.mark.parametrize(
+    ("present", "remaining", "left", "met"),
+    [(4, 6_000.0, 350.0, "short"), (6, 6_000.0, 350.0, "long"), (6, 3_000.0, 175.0, "short")],
+)
+def test_a_count_that_meets_a_deadline_is_given_up_for_half_of_the_replica_hours(
+    present: int, remaining: float, left: float, met: str
+) -> None:
+    short = due(job("short", 8 - present, measured=ALL, remaining=remaining), left)
+    found = counts([long("long", 600.0, replicas=present), short], 8)
+    assert max(found, key=lambda name: found[name]) == met
+    assert max(found.values()) >= 6
+
+
 def test_a_job_grows_towards_a_count_that_it_may_not_have_yet() -> None:
     """8 replicas are needed, and only 2 are near those that were measured."""
     beginner = due(job("a", 1, measured=[1], remaining=10_000.0), 600.0)

@@ -23,6 +23,9 @@ DEADLINE_WORTH = 100.0
 MIN_HOURS, MAX_HOURS = 1 / 60, 1.0
 """Between which the hours are counted. The worth of a deadline is less than the cost of a change that is only
 made for lack of capacity."""
+KEPT_WORTH = 2.0
+"""By how much more the deadline of a job is worth whose present count meets it: replicas that go from one job
+to another and back help neither to meet its deadline."""
 UNCERTAINTY = 1.2
 """The factor by which the seconds to the end of a job may be predicted too high."""
 
@@ -45,6 +48,7 @@ class DeadlineOutlook:
     # the counts fit there, and on several; shape (2, counts)
     seconds: Floats
     reach: int  # how many of the counts the job may have next
+    present: int = 0  # its present count; 0 if it has none that it can keep
 
     def __str__(self) -> str:
         """Which count meets the deadline, for people."""
@@ -87,7 +91,9 @@ class DeadlineOutlook:
         if index is None:
             return 0.0
         hours = float(self.seconds[0][index]) / 3600
-        return DEADLINE_WORTH / min(max(hours, MIN_HOURS), MAX_HOURS)
+        worth = DEADLINE_WORTH / min(max(hours, MIN_HOURS), MAX_HOURS)
+        is_met = self.met[:, np.array(self.counts[: self.reach]) == self.present].any()
+        return worth * KEPT_WORTH if is_met else worth
 
     @property
     def met(self) -> Flags:

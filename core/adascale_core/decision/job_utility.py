@@ -120,7 +120,7 @@ UTILITY_UNIT = 10**9
 """Utilities are integers, in this fraction of a natural logarithm: sums are exact, and equal is equal."""
 FORCED_CHANGE_COST = 10**14
 """The cost of a change that is only made for lack of capacity: more than all utilities together."""
-INEFFICIENT_COST = 10**13
+INEFFICIENT_COST = 3 * 10**13
 """The cost of the present count if a sample is worth too little on it: more than a deadline that is met is
 worth, and less than a change while the last one is in progress."""
 
@@ -318,7 +318,7 @@ class JobUtility:
         seconds = seconds + np.where(np.array(counts) != present, restart, 0.0)
         # A job gives up replicas for no less than the uncertainty of the prediction.
         seconds = np.where(np.array(counts) < present, seconds * MIN_CHANGE, seconds)
-        return DeadlineOutlook(job.deadline - now, counts, seconds, len(self.table.counts))
+        return DeadlineOutlook(job.deadline - now, counts, seconds, len(self.table.counts), present)
 
     def feasibility(self, now: float) -> Feasibility | None:
         """Return whether its deadline can be met; None without a deadline, or without a prediction."""
