@@ -68,9 +68,7 @@ class _Explainer:
         self._total = problem.bound.total_for(problem.valid)
         """How many replicas fit in any shares; None if no such number exists."""
         self._utilities = {utility.job.id: utility.utilities(now)[0] for utility in problem.queue}
-        self._running = [
-            utility for utility in problem.queue if utility.counts and self._counts[utility.job.id]
-        ]
+        self._running = [each for each in problem.queue if each.counts and self._counts[each.job.id]]
         self._needed = list(accumulate(utility.counts[0] for utility in self._running))
         """How many replicas the running jobs need at least, up to each of them."""
         self._steps: list[tuple[float, str, int]] = []
@@ -204,9 +202,8 @@ class _Explainer:
         yield LimitView(LimitKind.BOUNDS, f"{counts[0]} to {counts[-1]} replicas are valid{memory}")
         if job.limit is not None:
             limit = f"at most {job.limit} replicas may be scheduled at present"
-            yield LimitView(
-                LimitKind.SCHEDULING, f"{limit}: {job.limit_reason}" if job.limit_reason else limit
-            )
+            reason = f": {job.limit_reason}" if job.limit_reason else ""
+            yield LimitView(LimitKind.SCHEDULING, limit + reason)
         if efficiency := utility.efficiency_limit:
             yield LimitView(LimitKind.EFFICIENCY, efficiency)
         if self._total is not None:
@@ -217,17 +214,12 @@ class _Explainer:
         if job.accelerator is not None:
             yield LimitView(LimitKind.NODES, f"it runs on accelerators of the type {job.accelerator}")
         yield from self._type_limits(utility, count)
-        size = self.problem.filled_nodes
-        if size is not None:
-            yield LimitView(
-                LimitKind.NODES,
-                f"a node holds {size}: only counts that divide or fill nodes are considered",
-            )
-        reachable = max(self._utilities[job.id])
-        if reachable < counts[-1]:
+        if (size := self.problem.filled_nodes) is not None:
+            text = f"a node holds {size}: only counts that divide or fill nodes are considered"
+            yield LimitView(LimitKind.NODES, text)
+        if max(self._utilities[job.id]) < counts[-1]:
             yield LimitView(LimitKind.MEASUREMENTS, _not_measured(utility))
-        outlook = utility.deadline_outlook(self._now)
-        if outlook is not None:
+        if (outlook := utility.deadline_outlook(self._now)) is not None:
             yield LimitView(LimitKind.DEADLINE, f"it has a deadline {outlook}")
         if count and utility.present_count:
             yield LimitView(LimitKind.CHANGE, utility.change(self._now).reason)
