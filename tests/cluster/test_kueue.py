@@ -301,4 +301,4 @@ def test_two_jobs_start_one_after_the_other_under_a_quota_that_holds_one_of_them
     for job in jobs:
         job.delete()
     wait_until(lambda: not any(job.pods(ended=True) for job in jobs), "the end of their pods", patience=90)
-    assert queue.reserved() == 0
+    wait_until(lambda: queue.reserved() == 0, "the return of their quota")
