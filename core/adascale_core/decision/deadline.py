@@ -10,6 +10,7 @@ count is the minimum satisfactory share of ElasticFlow (Gu et al. 2023), for a s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +71,7 @@ class DeadlineOutlook:
         index = int(self.seconds[0].argmin())
         return float(self.seconds[0][index]), self.counts[index]
 
-    @property
+    @cached_property
     def _first(self) -> int | None:
         found = np.nonzero(self.seconds[0] <= self._allowed)[0]
         return int(found[0]) if len(found) else None
@@ -95,15 +96,14 @@ class DeadlineOutlook:
         is_met = self.met[:, np.array(self.counts[: self.reach]) == self.present].any()
         return worth * KEPT_WORTH if is_met else worth
 
-    @property
+    @cached_property
     def met(self) -> Flags:
         """Whether each count that the job may have next meets the deadline, of shape (2, `reach`).
 
         If only larger counts do, the largest that it may have next counts as one, so that the job grows.
         """
         met: Flags = self.seconds[:, : self.reach] <= self._allowed
-        index = self._first
-        if index is not None and index >= self.reach:
+        if self._first is not None and self._first >= self.reach:
             met = np.repeat(np.arange(self.reach)[None] == self.reach - 1, 2, axis=0)
         return met
 
