@@ -336,6 +336,26 @@ def test_training_fails_if_all_steps_are_skipped(make_trainer: MakeTrainer) -> N
         train_scaled(trainer, model, optimizer, scaler, broken=frozenset(range(10**4)))
 
 
+@pytest.mark.parametrize(("options", "sparse_from"), [(FIXED, 0), (FIXED, 5), (ACCUMULATING, 3)])
+def test_a_sparse_gradient_is_refused(
+    make_trainer: MakeTrainer, options: dict[str, Any], sparse_from: int
+) -> None:
+    trainer, model = make_trainer(**options), nn.Embedding(48, 2)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+
+    def train() -> None:
+        for indices, _, y in trainer.dataloader(samples()):
+            model.sparse = trainer.steps >= sparse_from
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(indices), y).backward()
+            optimizer.step()
+
+    with pytest.raises(WorkerError, match=r"shape \(48, 2\) got a gradient of layout torch\.sparse_coo"):
+        train()
+    assert trainer.steps == sparse_from
+
+
 def test_a_grad_scaler_that_is_not_registered_is_refused(make_trainer: MakeTrainer) -> None:
     trainer, model, optimizer = entered(make_trainer, **FIXED)
     with pytest.raises(WorkerError, match=r'call program_reentry\(..., register={"scaler": scaler}\)'):

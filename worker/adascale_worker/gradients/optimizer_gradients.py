@@ -161,16 +161,20 @@ class OptimizerGradients:
         is_reached = self.exchange.has_begun or any(p.grad is not None for p in self._parameters)
         if self.has_stepped or not is_reached:
             return False
-        if self._steps <= CHECKED_STEPS and any(gradient.is_sparse for gradient in self._present().values()):
-            raise WorkerError(
-                f"a parameter{self._owner} got a sparse gradient, which the trainer does not average: use "
-                "sparse=False"
-            )
+        self._require_dense(parameter.grad for parameter in self._parameters)
         self._batches.add(batch)
         if not self._passes:
             self._first_pass = number
         self._passes += 1
         return True
+
+    def _require_dense(self, gradients: Iterable[Tensor | None]) -> None:
+        for gradient in gradients:
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise WorkerError(
+                    f"a parameter of shape {tuple(gradient.shape)}{self._owner} got a gradient of layout "
+                    f"{gradient.layout}, which the trainer does not average: use sparse=False"
+                )
 
     def restore(self) -> None:
         """Put back what was in `.grad` before the pass, whose own gradients do not count."""
@@ -243,6 +247,7 @@ class OptimizerGradients:
         """Return the new gradients of parameters, with those of the earlier micro-batches."""
         parameters = self._parameters
         found = [parameters[position].grad for position in positions]
+        self._require_dense(found)
         if self._is_sharded:
             self._taken.update(_present(positions, found))
         for position in positions:
