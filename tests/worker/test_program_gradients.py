@@ -388,7 +388,7 @@ def test_a_fused_adam_whose_first_step_is_skipped_has_no_second_moment_yet() -> 
             loss = nn.functional.cross_entropy(model(x[half]), y[half]) / 2
             scaler.scale(loss * (float("inf") if step == 0 else 1.0)).backward()
         scaler.step(optimizer.optimizer)
-        optimizer.step() if step else optimizer.discard_step()
+        optimizer.step() if step else optimizer.statistics.discard_step()
         scaler.update()
     assert optimizer.gain() >= 1.0
 

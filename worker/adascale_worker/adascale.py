@@ -320,19 +320,18 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as `torch.optim.Optimizer.zero_grad`."""
         self._inner.zero_grad(set_to_none)
-        self._estimator.discard_step()
+        self._estimator.statistics.discard_step()
 
     def _divide_gradients(self) -> None:
-        divisor = self._estimator.statistics.divisor
-        if divisor != 1.0 and not self._estimator.gradients_are_divided:
-            with self._estimator.statistics.own_change_of_gradients():
-                divide_in_place(self._gradients(), divisor)
-            self._estimator.gradients_are_divided = True
-
-    def _gradients(self) -> list[Tensor]:
-        return [
-            local_shard(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
+        statistics = self._estimator.statistics
+        if statistics.divisor == 1.0 or statistics.gradients_are_divided:
+            return
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with statistics.own_change_of_gradients():
+            divide_in_place(
+                [local_shard(p.grad) for p in parameters if p.grad is not None], statistics.divisor
+            )
+        statistics.gradients_are_divided = True
 
     # -- state ------------------------------------------------------------------------------------------
 

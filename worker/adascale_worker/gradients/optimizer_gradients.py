@@ -217,7 +217,7 @@ class OptimizerGradients:
     def begin_average(self) -> None:
         """Begin with the exchange of the new gradients. A collective call, which does not wait."""
         if self.is_averaged:
-            self.adascale.discard_measurement()
+            self._statistics.discard_measurement()
             if not self._has_several_passes:
                 # The micro-gradient is the sum of several passes, of which the first were not kept.
                 self._statistics.leave_out_step()
@@ -337,7 +337,7 @@ class OptimizerGradients:
             self._is_stale = False
             self._passes = 0
             self._batches.clear()
-            self.adascale.discard_measurement()
+            self._statistics.discard_measurement()
 
     def check_step(self, micro_batch: int, *, is_inside: bool) -> None:
         """Check a call of `step()`, inside the data loop or not, and count it for the present batch."""
@@ -383,7 +383,7 @@ class OptimizerGradients:
         has_gradients = any(parameter.grad is not None for parameter in self._parameters)
         self._has_had_gradients = self._has_had_gradients or has_gradients or is_restored
         if not self.is_averaged:
-            self.adascale.discard_step()
+            self._statistics.discard_step()
         self._steps += 1
         if not self._has_had_gradients and self._steps == MAX_STEPS_WITHOUT_GRADIENTS:
             raise WorkerError(
@@ -444,7 +444,7 @@ class OptimizerGradients:
         self.finish_step()
         self._hidden, self._taken = {}, {}
         self._may_be_stale = self._is_stale = self.has_stepped = False
-        self.adascale.discard_step()
+        self._statistics.discard_step()
 
 
 def _present(positions: Sequence[int], gradients: Sequence[Tensor | None]) -> Gradients:

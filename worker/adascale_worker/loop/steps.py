@@ -200,7 +200,7 @@ class Steps(Context):
             part.check_gradients(is_restored=self.state.was_restored)
             # The exchange must have succeeded before anything is changed. In this order, because other
             # replicas may have exchanged the statistics in backward() already.
-            part.adascale.exchange_statistics()
+            part.adascale.statistics.exchange()
             if self._leads(part):
                 part.adascale.flags = flags
             self._follow_trained(part)
@@ -222,7 +222,7 @@ class Steps(Context):
                 part.check_step(self.accumulation.kept_micro_batches, is_inside=self.loop.has_batch)
                 self._end_micro_batch()
                 part.finish_step()
-                part.adascale.discard_step()
+                part.adascale.statistics.discard_step()
                 if self._leads(part):
                     self._count_skipped()
 

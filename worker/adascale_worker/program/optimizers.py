@@ -117,22 +117,6 @@ class ElasticAdaScale(AdaScale):
         """The statistics of a step, to which the training loop passes its gradients."""
         return self._estimator.statistics
 
-    def discard_measurement(self) -> None:
-        """Discard what `measure` has measured, because the gradients of this micro-batch were deleted."""
-        self._estimator.discard_measurement()
-
-    def exchange_statistics(self) -> None:
-        """Exchange what this step has measured, and wait for it; `step` does so itself.
-
-        A collective call. On a GPU, only what is launched later waits. A loop that has to know whether the
-        exchange has succeeded before anything is changed calls this, and then waits for the GPU.
-        """
-        self._estimator.statistics.exchange()
-
-    def discard_step(self) -> None:
-        """Discard what this step has measured so far, because its gradients were deleted."""
-        self._estimator.discard_step()
-
     @property
     def awaits_comparison(self) -> bool:
         """Whether the state contains the gradient of the last step, which the next step no longer needs.
@@ -143,7 +127,7 @@ class ElasticAdaScale(AdaScale):
 
     def discard_comparison(self) -> None:
         """Delete the gradient of the last step, because the next step is not made by one replica alone."""
-        self._estimator.statistics.discard_comparison()
+        self.statistics.discard_comparison()
 
 
 class OptimizerSet:

@@ -34,7 +34,6 @@ class GainEstimator:
         self._optimizer = optimizer
         self.options = options
         self.statistics = GradientStatistics(optimizer, rule, options, model, grad_scaler)
-        self.gradients_are_divided = False  # by the accumulation count, since the last backward pass
         self._averages = MovingAverages.empty(0, HOST)
         self._flag_sums: Tensor | tuple[float, ...] | None = None
         self._gradients_are_finite: Tensor | None = None
@@ -129,7 +128,6 @@ class GainEstimator:
 
     def begin_step(self) -> None:
         """Prepare for the next step. Discards what this step has measured so far."""
-        self.gradients_are_divided = False
         sampling, step = self.options.sampling, self._steps - self._sampling_start
         is_single = self.settings.micro_gradients == 1
         is_measured = sampling.is_in_measured_pair if is_single else sampling.is_measured
@@ -141,20 +139,10 @@ class GainEstimator:
             begins_pair=is_single and sampling.begins_pair(step, self.smoothing),
         )
 
-    def discard_step(self) -> None:
-        """Discard what this step has measured so far; its gradients were deleted."""
-        self.gradients_are_divided = False
-        self.statistics.discard_step()
-
-    def discard_measurement(self) -> None:
-        """Discard what the last backward passes have measured, but not the micro-batches before."""
-        self.gradients_are_divided = False
-        self.statistics.discard_measurement()
-
     def finish_measurement(self) -> None:
         """Add the estimates of this step to the averages. Call before the optimizer uses the gradients."""
         self.statistics.parameters.record_trainable()
-        measurement = self.statistics.finish_step(divided=self.gradients_are_divided)
+        measurement = self.statistics.finish_step()
         self._averages = self._averages.to(self.statistics.parameters.lr_device)
         if measurement.estimate is not None:
             self._averages = self._updated_averages(measurement.estimate)

@@ -74,6 +74,8 @@ class GradientStatistics:
         """Numbers of this rank that are summed over ranks together with the statistics."""
         self.joinable: Joinable | None = None
         """The object that represents the statistics in a `Join` context."""
+        self.gradients_are_divided = False
+        """Whether the gradients were divided by `divisor` since the last backward pass."""
         self._weights: StepWeights | None = None
         self._step_number = 0
         self._is_measuring = False
@@ -111,7 +113,11 @@ class GradientStatistics:
             self.reader.remove_hooks()
 
     def discard_step(self) -> None:
-        """Discard what the passes of this step have measured."""
+        """Discard what this step has measured so far, because its gradients were deleted."""
+        self.gradients_are_divided = False
+        self._discard_passes()
+
+    def _discard_passes(self) -> None:
         self._weights = None
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is not None:
@@ -154,6 +160,7 @@ class GradientStatistics:
 
     def discard_measurement(self) -> None:
         """Discard what `measure` has measured, but not the micro-gradients before."""
+        self.gradients_are_divided = False
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is not None:
             all_reduce.wait()
@@ -166,7 +173,7 @@ class GradientStatistics:
     def remove_hooks(self) -> None:
         """Stop measuring, and remove all hooks from the parameters."""
         self._is_measuring = False
-        self.discard_step()
+        self._discard_passes()
         self.reader.remove_hooks()
 
     def preview(self) -> StepEstimate | None:
@@ -190,7 +197,7 @@ class GradientStatistics:
         if self._all_reduce is not None:
             self._all_reduce.wait()
 
-    def finish_step(self, *, divided: bool) -> StepMeasurement:
+    def finish_step(self) -> StepMeasurement:
         """Return the result of this step. Called when the optimizer is about to use the gradients."""
         if not self._is_measuring or self.is_excluded_from_join():
             return StepMeasurement()
@@ -206,7 +213,8 @@ class GradientStatistics:
         self._warn_of_synchronisation_problem()
         before_step = None
         if self._observes_backward and not self._gradients_are_unchanged():
-            before_step = self.reader.current_sqr_norms() * (self.divisor**2 if divided else 1.0)
+            divisor = self.divisor if self.gradients_are_divided else 1.0
+            before_step = self.reader.current_sqr_norms() * divisor**2
         statistics = all_reduce.result(self.parameters.lr_device, before_step)
         statistics, loss_scale = self._with_loss_scale(statistics)
         estimate = self._estimate(statistics, loss_scale)
@@ -246,7 +254,7 @@ class GradientStatistics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Discards what this step has measured so far."""
-        self.discard_step()
+        self._discard_passes()
         self.loss_scale.inferred = torch.tensor(state["loss_scale"], dtype=torch.float64)
         self._previous_gradient.load_state_dict(state["previous_gradient"], self.parameters.groups())
 
@@ -255,7 +263,7 @@ class GradientStatistics:
     def _on_pass_start(self) -> None:
         # A GradScaler skips the step after gradients that are not finite, so this pass begins a new step.
         if self._all_reduce is not None and not self._all_reduce.result(self.parameters.lr_device).finite:
-            self.discard_step()
+            self._discard_passes()
             self.reader.mark_incomplete()
 
     def _on_pass_end(self) -> None:
