@@ -18,7 +18,6 @@ from torch import Tensor
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
-from adascale_worker.gradients.sharded import ShardedWeights
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.gradients.step_times import StepTimes
@@ -45,7 +44,7 @@ class Accumulation:
         steps: Callable[[], int],
     ) -> None:
         self.parts = list(parts)
-        self.weights = ShardedWeights(group) if group.has_mesh else MicroBatchWeights(group)
+        self.weights = MicroBatchWeights(group)
         self._group = group
         self._failure = failure
         self._division = division
@@ -129,7 +128,7 @@ class Accumulation:
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
         """Use the accumulation of `plan` from the next step on."""
         self._accumulation, self.local_bsz = plan.accumulation, plan.local_bsz
-        self._set_weights(plan)
+        self.weights.set_plan(plan)
         for part in self.parts:
             part.adascale.set_num_gradients_to_accumulate(plan.accumulation)
             part.adascale.update_scale(scale, plan.replicas)
@@ -146,10 +145,7 @@ class Accumulation:
             )
         if plan.accumulation != self._accumulation:
             self._accumulation = plan.accumulation
-            self._set_weights(plan)
-
-    def _set_weights(self, plan: BatchPlan) -> None:
-        self.weights.set_plan(plan if self._group.processes == 1 else plan.per_process(self._group.processes))
+            self.weights.set_plan(plan)
 
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""

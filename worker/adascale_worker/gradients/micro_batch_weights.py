@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.errors import WorkerError
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.scaling.statistics.steps import StepWeights
 
 _REMEDY = (
@@ -33,7 +33,10 @@ _REMEDY = (
 
 @dataclass
 class _Sums:
-    """Sums over micro-batches: of their weights, and of how many were weighted, above 0, not, or left out."""
+    """Sums over micro-batches: of their weights, and of how many were weighted, above 0, not, or left out.
+
+    Of those of a replica, each process has its parts; the leader counts which are above 0.
+    """
 
     weights: float = 0.0
     weighted: float = 0.0
@@ -49,38 +52,28 @@ class _Sums:
     def numbers(self) -> tuple[float, ...]:
         return self.weights, self.known, self.positive, self.unweighted
 
-    def plus(self, weight: float | None, *, is_unweighted: bool) -> _Sums:
+    def plus(self, weight: float | None, *, is_positive: bool, is_unweighted: bool) -> _Sums:
         """Return the sums with another micro-batch."""
         return _Sums(
             self.weights + (weight or 0.0),
             self.weighted + (weight is not None),
-            self.positive + (weight is not None and weight > 0.0),
+            self.positive + is_positive,
             self.unweighted + is_unweighted,
             self.left_out,
         )
 
 
-class Weighing(Protocol):
-    """The replicas whose micro-batches have weights."""
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-
-    def sum(self, numbers: Sequence[float]) -> Sequence[float]:
-        """Return the elementwise sums of all replicas' `numbers`."""
-
-    def gather(self, value: float) -> list[float]:
-        """Return the values of all replicas."""
-
-
 class MicroBatchWeights:
     """The weights of the micro-batches of a step."""
 
-    def __init__(self, group: Weighing) -> None:
+    # A micro-batch is divided among the G processes of a replica, and each weighs its part. With w_ij the
+    # weight of process j in micro-batch i, FSDP has computed the mean over j of w_ij g_ij / s, so that the
+    # replica's micro-gradient has the weight sum_j(w_ij) / (s G).
+
+    def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         self._micro_batches = 1
-        """Micro-batches of a step on all replicas."""
+        """Micro-batches of a step of all processes."""
         self._accumulation = 1
         self._local_bsz = 1
         self._unit: float | None = None
@@ -92,7 +85,7 @@ class MicroBatchWeights:
         """The sums of the earlier micro-batches of this step."""
         self._weight: float | None = None
         """The weight of the present micro-batch, after its first weighted backward pass."""
-        self._has_unweighted_pass = False
+        self._is_positive = self._has_unweighted_pass = False
         self._is_inside_pass = self._is_weighted_pass = False
         self._unagreed: _Sums | None = None
         """The sums of the last step, if its replicas have not exchanged them."""
@@ -107,6 +100,7 @@ class MicroBatchWeights:
 
     def set_plan(self, plan: BatchPlan) -> None:
         """Use the micro-batches of `plan` from the next step on."""
+        plan = plan.per_process(self._group.processes)
         self._micro_batches = plan.replicas * plan.accumulation
         self._accumulation = plan.accumulation
         self._local_bsz = plan.local_bsz
@@ -162,6 +156,7 @@ class MicroBatchWeights:
                 "all of its losses need the same"
             )
         self._weight, self.factor, self._is_weighted_pass = weight, self._factor_of(weight), True
+        self._is_positive = weight > 0.0
 
     def end_pass(self, *, has_gradients: bool) -> bool:
         """End a backward pass, and return whether it was of a weighted loss."""
@@ -170,8 +165,21 @@ class MicroBatchWeights:
         return self._is_weighted_pass
 
     def of_pass(self) -> float:
-        """Return by what the loss of the last backward pass was multiplied."""
-        return self.factor
+        """Return by what the loss of the last backward pass was multiplied, in the mean over the processes.
+
+        A collective call in the replica, except in a generation whose steps have no weights.
+        """
+        count = self._group.processes
+        if count == 1 or self._are_used is False:
+            return self.factor
+        weight, weighted = self._group.own.sum([self.factor, float(self._is_weighted_pass)])
+        if weighted not in (0.0, float(count)):
+            raise WorkerError(
+                f"trainer.weighted() was used on {weighted:.0f} of the {count} processes of a replica: use "
+                "it for the loss of every micro-batch on all of them, or on none"
+            )
+        self._is_positive = weighted > 0.0 and weight > 0.0 and self._group.own.is_leader
+        return weight / count
 
     def check_pass(self) -> None:
         """Check that the passes of the present micro-batch have a weight, or none has. No collective call."""
@@ -206,7 +214,7 @@ class MicroBatchWeights:
         if self._exchanged is None:
             if self._earlier.weighted + self.left_out < self._accumulation - 1:
                 raise self._mixed_here(self._present())
-            self.agree(self._group.sum(self.sums()))
+            self.agree(self._sum(self.sums()))
 
     def check_step(self) -> None:
         """Check that all micro-batches of this step have a weight, or none has. No collective call."""
@@ -218,10 +226,13 @@ class MicroBatchWeights:
         """Agree that the steps have no weights, if that is not known. A collective call."""
         unagreed, self._unagreed = self._unagreed, None
         if unagreed is not None and self._are_used is not False:
-            self.agree(self._group.sum(unagreed.numbers()))
+            self.agree(self._sum(unagreed.numbers()))
+
+    def _sum(self, numbers: Sequence[float]) -> Sequence[float]:
+        return self._group.sum(self._group.own.sum(numbers))
 
     def agree(self, sums: Sequence[float]) -> None:
-        """Use the sums over the replicas of `sums`."""
+        """Use the sums over all processes of `sums`."""
         total, weighted, positive, unweighted = sums
         if weighted == unweighted == 0.0:
             return  # No pass has reached the parameters of an optimizer yet, perhaps none in this step.
@@ -231,8 +242,8 @@ class MicroBatchWeights:
         if weighted != self._micro_batches or unweighted > 0.0:
             raise _mixed(weighted, self._micro_batches, "over all replicas", unweighted)
         self._are_used, self.total = True, total
-        replicas = self._group.replicas
-        divisor = 1.0 if self._micro_batches == 1 else total / (self._scale * replicas)
+        processes = self._group.replicas * self._group.processes
+        divisor = 1.0 if self._micro_batches == 1 else total / (self._scale * processes)
         # Without any weight the gradient is zero.
         self._exchanged = StepWeights(divisor or 1.0, round(positive))
         if total > 0.0:
@@ -244,7 +255,7 @@ class MicroBatchWeights:
         """Begin with a micro-batch, or begin it again because its gradients were deleted."""
         self._weight = self._exchanged = None
         self.factor = 1.0
-        self._has_unweighted_pass = False
+        self._is_positive = self._has_unweighted_pass = False
 
     def finish_micro_batch(self, *, completes_step: bool) -> None:
         """Count a micro-batch."""
@@ -262,7 +273,9 @@ class MicroBatchWeights:
         self.begin_micro_batch()
 
     def _present(self) -> _Sums:
-        return self._earlier.plus(self._weight, is_unweighted=self._has_unweighted_pass)
+        return self._earlier.plus(
+            self._weight, is_positive=self._is_positive, is_unweighted=self._has_unweighted_pass
+        )
 
     def _mixed_here(self, sums: _Sums) -> WorkerError:
         return _mixed(sums.weighted, self._accumulation, "on this replica", sums.unweighted)

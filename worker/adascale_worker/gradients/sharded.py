@@ -12,14 +12,10 @@ not called for a module without gradients, where the other replicas would wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.scaling.statistics.steps import StepWeights
 from adascale_worker.torch_private.distributed import is_fully_sharded, sharded_parameter_groups
 
 
@@ -68,70 +64,3 @@ def require_sharded(model: torch.nn.Module, group: ReplicaGroup) -> None:
                 f"program_reentry got a model whose parameter {name!r} is on {parameter.device}, and not on "
                 f"{group.device}: offload_policy of fully_shard is not supported"
             )
-
-
-class ShardedWeights(MicroBatchWeights):
-    """The weights of the micro-batches of all processes of all replicas."""
-
-    # A micro-batch is divided among the G processes of a replica, and each weighs its part. With w_ij the
-    # weight of process j in micro-batch i, FSDP has computed the mean over j of w_ij g_ij / s, so that the
-    # replica's micro-gradient has the weight sum_j(w_ij) / (s G); see `micro_batch_weights`.
-
-    def __init__(self, group: ReplicaGroup) -> None:
-        super().__init__(AllProcesses(group))
-        self._lanes = group
-        self._positive = 0.0
-        """Micro-batches of this replica with a weight above 0 in this step."""
-
-    def of_pass(self) -> float:
-        """Return the weight of the replica's present micro-gradient. A collective call in the replica."""
-        if self._are_used is False:
-            return 1.0  # The steps of this generation have no weights, which all processes know.
-        count = self._lanes.processes
-        weight, weighted = self._lanes.own.sum([self.factor, float(self._is_weighted_pass)])
-        if weighted not in (0.0, float(count)):
-            raise WorkerError(
-                f"trainer.weighted() was used on {weighted:.0f} of the {count} processes of a replica: use "
-                "it for the loss of every micro-batch on all of them, or on none"
-            )
-        if weighted:
-            self._positive += weight > 0.0
-        return weight / count
-
-    def exchange(self) -> None:
-        """Exchange the weights of this step. See `MicroBatchWeights`."""
-        super().exchange()
-        (positive,) = self._lanes.sum([self._positive])
-        if self._exchanged is not None:
-            self._exchanged = StepWeights(self._exchanged.divisor, round(positive))
-
-    def finish_micro_batch(self, *, completes_step: bool) -> None:
-        """Count a micro-batch."""
-        super().finish_micro_batch(completes_step=completes_step)
-        if completes_step:
-            self._positive = 0.0
-
-    def restart_step(self) -> None:
-        """Begin with the first micro-batch of a step."""
-        super().restart_step()
-        self._positive = 0.0
-
-
-class AllProcesses:
-    """All processes of all replicas, as the replicas of a program whose processes are replicas."""
-
-    def __init__(self, group: ReplicaGroup) -> None:
-        self._group = group
-
-    @property
-    def replicas(self) -> int:
-        """The number of processes of all replicas."""
-        return self._group.replicas * self._group.processes
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return the elementwise sums of the `numbers` of all processes."""
-        return self._group.sum(self._group.own.sum(numbers))
-
-    def gather(self, value: float) -> list[float]:
-        """Return the values of the replicas, whose processes have the same."""
-        return self._group.gather(value)
