@@ -45,7 +45,8 @@ from adascale_worker.gradients import step_division
 from adascale_worker.gradients.step_division import OBSERVED_STEPS, StepDivision
 from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.scaling.statistics.estimates import from_micro_gradients
-from adascale_worker.scaling.statistics.metric import EuclideanMetric, SecondMomentMetric
+from adascale_worker.scaling.statistics.metric import SecondMomentMetric
+from adascale_worker.scaling.statistics.norms import EuclideanMetric
 from adascale_worker.scaling.supported_optimizers import scaling_rule_of
 
 SCALES = (4, 16, 64, 128)

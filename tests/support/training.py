@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
@@ -129,3 +130,15 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 
 def concatenate(batches: list[list[int]]) -> list[int]:
     return [index for batch in batches for index in batch]
+
+
+def placed_on(mesh: DeviceMesh, parameters: Sequence[object]) -> Callable[[nn.Parameter], Any]:
+    """Return a function for `fully_shard` with which it shards some parameters over a mesh of their own."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):  # in older versions of torch
+        return lambda _: None
+    on_mesh = _fsdp_common.ShardPlacementResult(
+        None, _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    )
+    return lambda parameter: on_mesh if any(parameter is each for each in parameters) else None

@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from adascale import Observation
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.scaling.statistics.norms import local_shard
+from support.training import placed_on
 from worker.adascale_problem import (
     Groups,
     Loop,
@@ -52,6 +56,7 @@ def assert_sharded_matches_reference(
     frozen: bool = False,
     adam: bool = False,
     as_torchtitan: bool = False,
+    has_meshes: bool = False,
     **arguments: Any,
 ) -> AdaScale:
     """As `assert_matches_reference`, for `fully_shard`.
@@ -59,6 +64,7 @@ def assert_sharded_matches_reference(
     Args:
         micro: passes of a rank in a step.
         reductions: reduce-scatters of a rank in a step, each of one micro-gradient; `micro` if None.
+        has_meshes: whether modules, and parameters of one, are sharded over meshes of other shapes.
         as_torchtitan: whether modules are sharded together, and gradients summed: the loop divides the loss.
     """
     names = ("replicas", "shards")[-len(shape) :]
@@ -67,11 +73,16 @@ def assert_sharded_matches_reference(
     model.first.requires_grad_(not frozen)
     reference_model = copy.deepcopy(model)
     tolerance = 1e-6 if dtype is torch.float64 else 1e-3
-    if as_torchtitan:
+    options: dict[str, Any] = {}
+    if has_meshes:
+        beside = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+        fully_shard(model.first, mesh=beside)
+        options["shard_placement_fn"] = placed_on(beside, [model.second.bias])
+    elif as_torchtitan:
         fully_shard([model.first, model.second], mesh=mesh)
     elif groups is not by_kind:
         fully_shard(model.first, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, **options)
     kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
     settings: dict[str, Any] = {"lr": 0.05, **({} if adam else {"momentum": 0.9})}
     if as_torchtitan:
@@ -118,6 +129,76 @@ def fully_sharded_parameters() -> None:
     ):
         for micro in (1, 2):
             assert_sharded_matches_reference(micro=micro, groups=groups, dtype=dtype)
+
+
+@case
+def parameters_that_are_sharded_over_different_meshes() -> None:
+    for adam in (False, True):
+        assert_sharded_matches_reference(has_meshes=True, groups=two_groups, micro=2, adam=adam)
+
+
+class Replica:
+    """Two processes that share one copy of a model, alone."""
+
+    def add_shards(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    def add_replicas(self, tensor: Tensor) -> None:
+        pass
+
+
+@case
+def each_element_of_a_replica_counts_once() -> None:
+    """Whether its parameter is sharded, copied, plain, or an expert that one of the processes has."""
+    rank = dist.get_rank()
+    copies = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    dense = init_device_mesh("cpu", (2,))
+    shapes = {"dense": (4, 3), "copied": (5,), "plain": (3, 2), "experts": (2, 3)}
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> dict[str, Tensor]:
+        return {name: torch.randn(shape, generator=generator).double() for name, shape in shapes.items()}
+
+    def part(name: str, whole: Tensor) -> Tensor:
+        if name == "dense":
+            return distribute_tensor(whole, dense, [Shard(0)])
+        if name == "copied":
+            return distribute_tensor(whole, copies, [Replicate(), Shard(0)])
+        if name == "experts":
+            return DTensor.from_local(whole[rank : rank + 1], copies["shards"], [Shard(0)])
+        return whole.clone()
+
+    for accumulation, adam in product((1, 2), (False, True)):
+        initial, steps = draw(), [[draw() for _ in range(accumulation)] for _ in range(5)]
+        kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
+        gains: list[list[float]] = []
+        for shards in (None, Replica()):
+            own = part if shards else lambda _, whole: whole.clone()
+            parameters = {name: nn.Parameter(own(name, whole)) for name, whole in initial.items()}
+            optimizer = ElasticAdaScale(
+                kind([{"params": [p]} for p in parameters.values()], lr=0.1),
+                world_size=1,
+                num_gradients_to_accumulate=accumulation,
+                is_scaled_loss=False,
+                observes_backward=False,
+                shards=shards,
+            )
+            found: list[float] = []
+            for step in steps:
+                for number, micro in enumerate(step):
+                    for group, (name, parameter) in enumerate(parameters.items()):
+                        gradient = own(name, micro[name])
+                        optimizer.statistics.reader.read(group, [parameter], [local_shard(gradient)])
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                    if number < accumulation - 1:
+                        optimizer.statistics.reader.end(1.0)
+                optimizer.statistics.measure(1.0)
+                found += [optimizer.grad_sqr, optimizer.grad_var, *(optimizer.gain(n) for n in range(4))]
+                optimizer.step()
+                optimizer.zero_grad()
+            gains.append(found)
+        assert gains[1] == pytest.approx(gains[0], rel=1e-9)
+        assert max(gains[0]) > 0.0
 
 
 @case
@@ -233,6 +314,11 @@ def shards_that_cannot_be_measured_raise() -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.05)
         with pytest.raises(UnsupportedOptimizerError, match=r"4 DTensors .*Shard.*model=model"):
             AdaScale(sgd, model=model_argument)
+    experts = network()
+    fully_shard(experts, mesh=mesh["tensor"])
+    sgd = torch.optim.SGD(experts.parameters(), lr=0.05)
+    with pytest.raises(UnsupportedOptimizerError, match=r"4 DTensors .* over all ranks"):
+        AdaScale(sgd, model=experts)
     partly: Any = network()
     fully_shard(partly.second, mesh=init_device_mesh("cpu", (2,)))
     fully_shard(partly, mesh=init_device_mesh("cpu", (2,)), ignored_params={partly.first.weight})

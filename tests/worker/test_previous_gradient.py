@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from adascale_worker.scaling.statistics.metric import EuclideanMetric
+from adascale_worker.scaling.statistics.norms import EuclideanMetric
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient
 
 

@@ -66,8 +66,9 @@ class FolderReplica(Replica):
 
 @pytest.mark.parametrize(("saved", "loaded"), list(product((1, 2, 3), (1, 2, 4))))
 def test_any_number_of_processes_continues_what_another_has_saved(
-    tmp_path: Path, saved: int, loaded: int
+    tmp_path: Path, saved: int, loaded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(DIVISIONS, "copied", Division(0, (7, 2), copies=2))
     manifest = FolderReplica(tmp_path, saved).save(2.0)
     assert sorted(manifest.names) == sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(manifest.names) == saved

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_module
 
 from adascale import ElasticTrainer
 from adascale_core.errors import InvalidJobError
 from adascale_worker.errors import WorkerError
+from adascale_worker.gradients.sharded import require_sharded
 from adascale_worker.process.environment import RankAssignment, divide_into_replicas
 from support.training import FIXED, MakeTrainer, network, samples, sgd
 
@@ -28,11 +29,6 @@ def trainer(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> Elast
 
 def leave_out_a_part(model: nn.Sequential, trainer: ElasticTrainer) -> None:
     fully_shard(model, mesh=trainer.mesh, ignored_params=set(model[0].parameters()))
-
-
-def replicate_beside(model: nn.Sequential, trainer: ElasticTrainer) -> None:
-    del trainer
-    fully_shard(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
 
 
 def shard_tensors(model: nn.Sequential, trainer: ElasticTrainer) -> None:
@@ -54,7 +50,6 @@ def leave_whole(model: nn.Sequential, trainer: ElasticTrainer) -> None:
         (leave_whole, r"is not sharded, but a replica has 1 processes"),
         (leave_out_a_part, r"parameter '0\.weight' is not sharded.* without ignored_params"),
         (divide_by_nothing, r"set_gradient_divide_factor\(0\.5\).*set_gradient_divide_factor\(1\)"),
-        (replicate_beside, r"sharded over a mesh of shape \(1, 1\)"),
         (shard_tensors, r"parameter '0\.weight' is a DTensor .* tensor parallelism .* not supported"),
     ],
 )
@@ -65,6 +60,14 @@ def test_a_model_is_refused_that_is_not_sharded_over_the_processes_of_the_replic
     shard(model, trainer)
     with pytest.raises(WorkerError, match=message):
         trainer.program_reentry(model, sgd(model))
+
+
+def test_a_mesh_is_refused_that_has_other_processes_than_the_replica(trainer: ElasticTrainer) -> None:
+    model = sharded(trainer)
+    group: Any = SimpleNamespace(processes=2, device=torch.device("cpu"))
+    message = r"over a mesh of the processes \[0\], but a replica has 2 processes: .*mesh=trainer\.mesh"
+    with pytest.raises(WorkerError, match=message):
+        require_sharded(model, group)
 
 
 def sharded(trainer: ElasticTrainer) -> nn.Sequential:

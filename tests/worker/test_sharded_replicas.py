@@ -87,9 +87,10 @@ CASES: dict[str, dict[str, Any]] = {
         "trainer": {"batch_size": 6, "local_bsz_bounds": (12, 12), "scale_invariant_steps": 12},
         "optimizer": "adamw",
     },
+    "meshes": {"trainer": ACCUMULATING, "optimizer": "adamw", "meshes": True},
 }
-QUICK = [("weights", (1, 2)), ("scaled", (2, 2))]
-SLOW = [("adamw", (1, 4)), ("clipping", (2, 2))]
+QUICK = [("weights", (1, 2)), ("scaled", (2, 2)), ("meshes", (2, 2))]
+SLOW = [("adamw", (1, 4)), ("clipping", (2, 2)), ("meshes", (1, 4))]
 """Cases with a shape: replicas, and processes of each. A single replica makes no larger batch than B0."""
 
 
@@ -152,14 +153,15 @@ def test_a_job_that_is_killed_in_a_save_continues_bit_for_bit(tmp_path: Path) ->
 
 
 def test_a_checkpoint_continues_with_another_number_of_processes(tmp_path: Path) -> None:
-    """Also without shards, and after it, with them again."""
+    """Also without shards, and after it, with them again, on meshes of other shapes."""
     shapes: list[tuple[int, int | None]] = [(1, 2), (2, None), (1, 4)]
     saved = {**FIXED, "checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_interval": 0}
     whole = train(tmp_path / "whole", 1, None, **ADAMW, trainer=FIXED)
     share = STEPS // len(shapes)
     for number, (replicas, processes) in enumerate(shapes, start=1):
         trainer = {**saved, "scale_invariant_steps": number * share}
-        journal = train(tmp_path / f"part {number}", replicas, processes, **ADAMW, trainer=trainer)
+        options = {**ADAMW, "trainer": trainer, "meshes": True}
+        journal = train(tmp_path / f"part {number}", replicas, processes, **options)
         made = [each["step"] for each in steps(journal)]
         assert made == list(range((number - 1) * share + 1, number * share + 1))
     assert difference(weights(whole)[0], weights(journal)[0]) < 2e-6

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from adascale import ElasticTrainer
 from adascale_core.checkpoint_manifest import checkpoint_number
 from adascale_storage.folder import Folder
-from support.training import samples
+from support.training import placed_on, samples
 
 torch.set_num_threads(1)
 
@@ -58,8 +59,13 @@ def main() -> None:
         kwargs: dict[str, Any] = {"mesh": trainer.mesh}
         if options.get("bf16"):
             kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in model[:4:2]:
+        for layer in model[: 2 if options.get("meshes") else 4 : 2]:
             fully_shard(layer, **kwargs)
+        if options.get("meshes"):
+            shape = 2, trainer.mesh.size() // 2
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+            fully_shard(model[2], mesh=mesh)
+            kwargs["shard_placement_fn"] = placed_on(mesh, [model[4].weight])
         fully_shard(model, **kwargs)
     matrices: list[Any] = [p for name, p in model.named_parameters() if name.endswith("weight")]
     vectors: list[Any] = [p for name, p in model.named_parameters() if name.endswith("bias")]

@@ -7,7 +7,8 @@ replicas, also if a branch of the model had no gradients on some of them.
 
 FSDP's all-reduce hook (`FSDPModule.set_all_reduce_hook`) was tried. It gets the gradient of each micro-batch
 alone, in the type of the reduce-scatter, so accumulation exchanges more, or needs a second buffer; and it is
-not called for a module without gradients, where the other replicas would wait.
+not called for a module without gradients, where the other replicas would wait, nor for one whose parameters
+are on several meshes.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ def require_sharded(model: torch.nn.Module, group: ReplicaGroup) -> None:
                 "tensor parallelism inside a replica is not supported, only fully_shard(model, "
                 "mesh=trainer.mesh)"
             )
-        if mesh.ndim != 1 or mesh.mesh.flatten().tolist() != ranks:
+        if mesh.mesh.flatten().tolist() != ranks:
             raise WorkerError(
-                f"program_reentry got a model whose parameter {name!r} is sharded over a mesh of shape "
-                f"{tuple(mesh.mesh.shape)}, but a replica has {group.processes} processes: pass "
-                "mesh=trainer.mesh to fully_shard. The trainer averages over the replicas itself"
+                f"program_reentry got a model whose parameter {name!r} is sharded over a mesh of the "
+                f"processes {mesh.mesh.tolist()}, but a replica has {group.processes} processes: pass "
+                "mesh=trainer.mesh to fully_shard, or a mesh of all of these processes in two dimensions. "
+                "The trainer averages over the replicas itself"
             )
         if parameter.device.type != group.device.type:
             raise WorkerError(

@@ -89,9 +89,9 @@ def require_readable(unreadable: Sequence[Tensor]) -> None:
         )
     raise UnsupportedOptimizerError(
         f"got {len(unreadable)} DTensors as parameters, the first of shape {shape} with placements "
-        f"{tuple(placements)}; AdaScale reads a DTensor only if fully_shard alone made it and the model is "
-        "given: AdaScale(..., model=model). Tensor parallelism is not supported: use replicas, fully_shard, "
-        "or the optimizer without AdaScale"
+        f"{tuple(placements)}; AdaScale reads a DTensor only if fully_shard alone made it, over all ranks, "
+        "and the model is given: AdaScale(..., model=model). Tensor and expert parallelism are not "
+        "supported: use replicas, fully_shard, or the optimizer without AdaScale"
     )
 
 

@@ -149,6 +149,8 @@ class _Regrouping:
         """Yield what is read from the file of a process. Without anything, not even its header is read."""
         count = len(self._files)
         for number, (path, division, extent) in self._divided.items():
+            if process >= division.pieces(count):
+                continue  # It has a copy of what an earlier process has.
             source = division.extent(process, count)
             ranges = list(division.ranges(source, extent, tensors[number].dtype.itemsize))
             if not ranges:

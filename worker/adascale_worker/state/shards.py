@@ -33,21 +33,26 @@ class Division:
 
     dimension: int
     shape: tuple[int, ...]
+    copies: int = 1  # of each piece: the first processes have the first copy, and so on
 
     def to_state(self) -> list[Any]:
         """Return the description, for a state."""
-        return [self.dimension, list(self.shape)]
+        return [self.dimension, list(self.shape), self.copies]
 
     @property
     def whole(self) -> Extent:
         """The extent of the whole tensor."""
         return 0, self.shape[self.dimension]
 
+    def pieces(self, count: int) -> int:
+        """Return the number of pieces that `count` processes have."""
+        return max(count // self.copies, 1)
+
     def extent(self, process: int, count: int) -> Extent:
         """Return which part one of `count` processes has."""
-        length = self.shape[self.dimension]
-        piece = -(-length // count)
-        return min(process * piece, length), min((process + 1) * piece, length)
+        length, pieces = self.shape[self.dimension], self.pieces(count)
+        piece, number = -(-length // pieces), process % pieces
+        return min(number * piece, length), min((number + 1) * piece, length)
 
     def part_shape(self, extent: Extent) -> tuple[int, ...]:
         """Return the shape of a part."""
@@ -126,17 +131,19 @@ def without_previous_gradient(state: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _division(dimension: Any, shape: Any) -> Division:
-    division = Division(int(dimension), tuple(int(length) for length in shape))
-    if not 0 <= division.dimension < len(division.shape) or min(division.shape) < 0:
-        raise ValueError(f"dimension {dimension} of shape {shape}")
+def _division(dimension: Any, shape: Any, copies: Any = 1) -> Division:
+    division = Division(int(dimension), tuple(int(length) for length in shape), int(copies))
+    if not 0 <= division.dimension < len(division.shape) or min(*division.shape, division.copies - 1) < 0:
+        raise ValueError(f"dimension {dimension} of shape {shape}, copies {copies}")
     return division
 
 
 def division_of(tensor: Any) -> Division | None:
     """Return how a DTensor is divided; None if a module has gathered it, so that all processes have it."""
-    placement = tensor.placements[0]
-    return None if placement.is_replicate() else Division(int(placement.dim), tuple(tensor.shape))
+    mesh, placement = tensor.device_mesh, tensor.placements[-1]
+    if placement.is_replicate():
+        return None
+    return Division(int(placement.dim), tuple(tensor.shape), mesh.size() // mesh.size(-1))
 
 
 def with_local(template: Any, local: Tensor) -> Tensor:

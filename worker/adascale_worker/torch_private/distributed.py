@@ -20,6 +20,7 @@ from torch.distributed.algorithms.join import Joinable
 from adascale_worker.torch_private import private_part
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
 
@@ -232,8 +233,7 @@ class ShardedParameterGroup:
     Public interfaces show neither the gradients of this rank nor which backward passes were synchronized.
     """
 
-    def __init__(self, module: FSDPModule, group: Any) -> None:
-        self._module = module
+    def __init__(self, group: Any) -> None:
         self._group = group
         self._parameters = private_part(group, "fsdp_params")
 
@@ -257,9 +257,10 @@ class ShardedParameterGroup:
         return [parameter.padded_sharded_param_size.numel() for parameter in self._parameters]
 
     @property
-    def shard_count(self) -> int:
-        """Number of ranks over which one copy of the parameters is sharded."""
-        return int(self._parameters[0].sharded_param.device_mesh.size(-1))
+    def mesh(self) -> DeviceMesh:
+        """The ranks that gradients are reduced over; parameters are sharded along its last dimension."""
+        mesh: DeviceMesh = self._parameters[0].sharded_param.device_mesh
+        return mesh
 
     @property
     def gradient_divisor(self) -> float | None:
@@ -324,7 +325,8 @@ class ShardedParameterGroup:
                 return self._inner(output_tensor, input_tensor, group, op, async_op)
 
         inner = private_part(self._group, "_reduce_scatter_comm")
-        self._module.set_custom_reduce_scatter(ObservedReduceScatter(inner))
+        # FSDPModule.set_custom_reduce_scatter refuses modules with parameters on different meshes.
+        self._group._reduce_scatter_comm = ObservedReduceScatter(inner)
 
 
 def sharded_parameter_groups(model: torch.nn.Module) -> list[ShardedParameterGroup]:
@@ -332,7 +334,7 @@ def sharded_parameter_groups(model: torch.nn.Module) -> list[ShardedParameterGro
     from torch.distributed.fsdp import FSDPModule
 
     groups = {
-        id(group): ShardedParameterGroup(module, group)  # modules that were sharded together have the same
+        id(group): ShardedParameterGroup(group)  # modules that were sharded together have the same
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for group in _parameter_groups_of(module)

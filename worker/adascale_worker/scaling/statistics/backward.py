@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.scaling.statistics.all_reduce import sqr_norms_of_mean
-from adascale_worker.scaling.statistics.metric import EuclideanMetric
-from adascale_worker.scaling.statistics.norms import sum_of_squares
+from adascale_worker.scaling.statistics.norms import EuclideanMetric, sum_of_squares
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters, require_dense
 from adascale_worker.scaling.statistics.reader import GradientReader
 from adascale_worker.scaling.statistics.steps import StepSettings

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Joinable
@@ -25,11 +26,12 @@ from adascale_worker.scaling.statistics.estimates import (
     from_micro_gradients,
 )
 from adascale_worker.scaling.statistics.loss_scale import GradientFingerprint, LossScale
-from adascale_worker.scaling.statistics.metric import EuclideanMetric, SecondMomentMetric
+from adascale_worker.scaling.statistics.metric import SecondMomentMetric
+from adascale_worker.scaling.statistics.norms import EuclideanMetric
 from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParameters
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
 from adascale_worker.scaling.statistics.reader import GradientReader
-from adascale_worker.scaling.statistics.sharded import ShardedGradients, sum_over_shards_of
+from adascale_worker.scaling.statistics.sharded import ShardedGradients
 from adascale_worker.scaling.statistics.steps import GainOptions, StepSettings, StepWeights
 from adascale_worker.torch_private.distributed import is_fully_sharded
 
@@ -62,13 +64,16 @@ class GradientStatistics:
         self._shards = shards = options.shards
         self._observes_backward = options.observes_backward
         adapts = rule.has_second_moments
-        self.parameters = OptimizerParameters(optimizer, scales_lr_alone=not adapts)
-        add_shards = sum_over_shards_of(model) if shards is None else shards.add_shards
+        observes_shards = model is not None and is_fully_sharded(model)
+        self.parameters = OptimizerParameters(
+            optimizer, scales_lr_alone=not adapts, is_sharded=observes_shards or shards is not None
+        )
+        add_shards = shards.add_shards if shards is not None else dist.all_reduce if observes_shards else None
         self._metric = SecondMomentMetric(rule, optimizer, add_shards) if adapts else EuclideanMetric()
         own = self.parameters, options.settings, self._metric
         self.reader = GradientReader(*own)
         if options.observes_backward:
-            kind = ShardedGradients if model is not None and is_fully_sharded(model) else HookedGradients
+            kind = ShardedGradients if observes_shards else HookedGradients
             self.reader = kind(*own, model, self._on_pass_start, self._on_pass_end)
         self.flags: Sequence[float] = ()
         """Numbers of this rank that are summed over ranks together with the statistics."""
@@ -256,7 +261,7 @@ class GradientStatistics:
         """Restore what `state_dict` returned. Discards what this step has measured so far."""
         self._discard_passes()
         self.loss_scale.inferred = torch.tensor(state["loss_scale"], dtype=torch.float64)
-        self._previous_gradient.load_state_dict(state["previous_gradient"], self.parameters.groups())
+        self._previous_gradient.load_state_dict(state["previous_gradient"], self.parameters.measured())
 
     # -- measuring --------------------------------------------------------------------------------------
 
@@ -291,7 +296,7 @@ class GradientStatistics:
 
         Copies the current gradient if the next step is compared with it.
         """
-        groups = self.parameters.groups()
+        groups = self.parameters.measured()
         self._previous_step = self._previous_gradient.preceding(self._step_number, groups)
         if self._previous_step is None:
             products = torch.zeros(len(groups), **self.parameters.statistics_options)
@@ -310,7 +315,7 @@ class GradientStatistics:
             local,
             self.flags,
             ranks=self._settings.world_size,
-            same_on_all_ranks=not self.reader.is_sharded and self._shards is None,
+            same_on_all_ranks=not self.parameters.is_sharded,
             process_group=self.reader.process_group,
             shards=self._shards,
         )
@@ -356,7 +361,7 @@ class GradientStatistics:
             if self._scale_of_scaler is None:
                 self.loss_scale.inferred = torch.ones_like(averaged[0])  # nothing was unscaled
             return statistics, given
-        if self._scale_of_scaler is not None or self.reader.is_compressed or self.reader.is_sharded:
+        if self._scale_of_scaler is not None or self.reader.is_compressed or self.parameters.is_sharded:
             loss_scale = given
         else:
             # Where ranks disagree, the program averages gradients itself after backward. The gradients before

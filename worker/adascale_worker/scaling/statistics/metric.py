@@ -22,11 +22,13 @@ from adascale_worker.scaling.rules import ScalingRule, SecondMoment
 from adascale_worker.scaling.statistics.norms import (
     HALF_PRECISION,
     MAX_ELEMENTS_TOGETHER,
+    EuclideanMetric,
     accumulation_dtype,
     are_read_together,
     batches,
     divided_like,
     flattened,
+    is_first_copy,
     norm,
     sqr_norm,
 )
@@ -45,34 +47,6 @@ CHUNK = 1 << 18
 """Elements that are divided at once on the CPU: as many as fit into its cache."""
 
 
-class EuclideanMetric:
-    """The plain norm."""
-
-    def begin_step(self) -> None:
-        """Use the current second moments from now on."""
-
-    def defined_groups(self) -> list[int] | None:
-        """Return the numbers of the groups that have second moments; None if the metric needs none."""
-        return None
-
-    def norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return the norm of the gradient of one parameter: shape ()."""
-        del parameter
-        return norm(gradient)
-
-    def sqr_norm(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
-    ) -> Tensor:
-        """Return the squared norm of the gradients of parameters of one group: shape (), on `device`."""
-        del parameters
-        return sqr_norm(gradients, device)
-
-    def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return vectors whose Euclidean norms are the norms of the gradients; perhaps these themselves."""
-        del parameters
-        return list(gradients)
-
-
 class SecondMomentMetric(EuclideanMetric):
     """The norm of gradients divided by the root of their second moment.
 
@@ -83,7 +57,7 @@ class SecondMomentMetric(EuclideanMetric):
         self,
         rule: ScalingRule,
         optimizer: torch.optim.Optimizer,
-        add_shards: Callable[[Tensor], None] | None = None,  # a collective call
+        add_shards: Callable[[Tensor], object] | None = None,  # a collective call
     ) -> None:
         self._rule = rule
         self._add_shards = add_shards
@@ -102,7 +76,7 @@ class SecondMomentMetric(EuclideanMetric):
 
     def norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return the norm of the gradient of one parameter: shape ()."""
-        divisor = self._divisor_of(parameter)
+        divisor = self._divisor_of([parameter])
         if divisor is None:
             return norm(gradient)
         sqr_norms = divisor.sqr_norms([parameter], [gradient])
@@ -113,19 +87,20 @@ class SecondMomentMetric(EuclideanMetric):
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
     ) -> Tensor:
         """Return the squared norm of the gradients of parameters of one group: shape (), on `device`."""
-        divisor = self._divisor_of(parameters[0]) if parameters else None
+        divisor = self._divisor_of(parameters)
         if divisor is None:
             return sqr_norm(gradients, device)
         return _total(divisor.sqr_norms(parameters, gradients), device)
 
     def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients, divided."""
-        divisor = self._divisor_of(parameters[0]) if parameters else None
+        divisor = self._divisor_of(parameters)
         return list(gradients) if divisor is None else divisor.divided(parameters, gradients)
 
-    def _divisor_of(self, parameter: Tensor) -> "_GroupDivisor | None":
+    def _divisor_of(self, parameters: Sequence[Tensor]) -> "_GroupDivisor | None":
+        """Return the divisor of parameters of one group. With shards, a collective call also for none."""
         divisors = self._current_divisors()
-        return divisors.get(self._group_of[id(parameter)])
+        return divisors.get(self._group_of[id(parameters[0])]) if parameters else None
 
     def _current_divisors(self) -> dict[int, "_GroupDivisor"]:
         if self._divisors is not None:
@@ -136,7 +111,10 @@ class SecondMomentMetric(EuclideanMetric):
             moments = self._rule.second_moments(number)
             if moments:
                 eps = max(self._rule.eps(number), MIN_EPS)
-                self._divisors[number] = _GroupDivisor(moments, eps, self._sizes_on_gpu, self._add_shards)
+                counted = [p for p in group["params"] if self._add_shards is None or is_first_copy(p)]
+                self._divisors[number] = _GroupDivisor(
+                    moments, set(map(id, counted)), eps, self._sizes_on_gpu, self._add_shards
+                )
         return self._divisors
 
 
@@ -150,9 +128,10 @@ class _GroupDivisor:
     def __init__(
         self,
         moments: dict[int, SecondMoment],
+        counted: set[int],  # the ids of the parameters whose mean is that of the group
         eps: float,
         sizes: dict[tuple[torch.device, tuple[int, ...]], Tensor],
-        add_shards: Callable[[Tensor], None] | None,
+        add_shards: Callable[[Tensor], object] | None,
     ) -> None:
         self._moments = moments  # by the id of the parameter; one without it gets the mean of the group
         self._sizes = sizes  # numbers of elements on the GPU, kept because copying them there takes time
@@ -161,17 +140,20 @@ class _GroupDivisor:
         self._are_on_gpu = are_read_together(values)
         numbers = [n for n, (value, *_) in moments.items() if self._are_on_gpu or _is_small(value)]
         self._elements = {n: _real(moments[n].value).numel() for n in numbers}
-        apart = [moment for n, moment in moments.items() if n not in self._elements]
+        apart = [each for n, each in moments.items() if n not in self._elements and n in counted]
         sums = [_real(each.value).sum(dtype=_sum_dtype(each.value)) * _number(each) for each in apart]
         wholes: list[Tensor] = []
         keeps = sum(self._elements.values()) <= MAX_ELEMENTS_TOGETHER
         together = [moments[n].value for n in numbers]
-        for batch in batches([value.numel() for value in together], [_kind(value) for value in together]):
+        kinds = [(_kind(moments[n].value), n in counted) for n in numbers]
+        for batch in batches([value.numel() for value in together], kinds):
             whole = self._second_moments([numbers[n] for n in batch])
-            sums.append(whole.sum())
+            if numbers[batch[0]] in counted:
+                sums.append(whole.sum())
             if keeps:
                 wholes.append(whole)
-        mean = _mean(sums, values, add_shards)
+        count = sum(_real(moment.value).numel() for n, moment in moments.items() if n in counted)
+        mean = _mean(_total(sums, values[0].device), count, add_shards)
         self._mean: Tensor | float = mean if self._are_on_gpu else mean.item()
         self._added = self._mean * FLOOR + eps**2
         self._kept: dict[tuple[int, ...], Tensor] = {}
@@ -360,11 +342,8 @@ def _total(terms: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([term.to(device, dtype) for term in terms]).sum()
 
 
-def _mean(
-    sums: Sequence[Tensor], values: Sequence[Tensor], add_shards: Callable[[Tensor], None] | None
-) -> Tensor:
+def _mean(total: Tensor, count: int, add_shards: Callable[[Tensor], object] | None) -> Tensor:
     """Return the mean of second moments: shape (). A collective call with shards."""
-    total, count = _total(sums, sums[0].device), sum(_real(value).numel() for value in values)
     if add_shards is None:
         return total / count
     both = torch.stack([total, total.new_tensor(float(count))])

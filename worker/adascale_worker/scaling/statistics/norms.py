@@ -1,8 +1,10 @@
-"""Norms and inner products of gradients, without a temporary tensor of their size."""
+"""Norms and inner products of gradients, without a temporary tensor of their size, and the metric of SGD."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from adascale_worker.torch_private.autograd import flatten_together, l2_norms
@@ -33,6 +35,19 @@ def local_shard(tensor: Tensor) -> Tensor:
     # By attribute and not by type, because importing DTensor takes a third of a second.
     shard: Tensor = getattr(tensor.detach(), "to_local", tensor.detach)()
     return shard
+
+
+def is_first_copy(parameter: Tensor) -> bool:
+    """Whether this process has the first copy of its part of a parameter, among those with a sharded model.
+
+    So exactly one of the processes counts each element, whatever meshes the parameters are on.
+    """
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return dist.get_rank() == 0
+    placements: Any = parameter.placements  # type: ignore[attr-defined]
+    place = zip(mesh.get_coordinate(), placements, strict=True)
+    return not any(index > 0 and placement.is_replicate() for index, placement in place)
 
 
 def norm(gradient: Tensor) -> Tensor:
@@ -68,6 +83,34 @@ def sqr_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 def sqr_norms(groups: Gradients, device: torch.device) -> Tensor:
     """Return the squared L2 norm of the gradients of each group: shape (groups,), on `device`."""
     return torch.stack([sqr_norm(gradients, device) for gradients in groups])
+
+
+class EuclideanMetric:
+    """The plain norm."""
+
+    def begin_step(self) -> None:
+        """Use the current second moments from now on."""
+
+    def defined_groups(self) -> list[int] | None:
+        """Return the numbers of the groups that have second moments; None if the metric needs none."""
+        return None
+
+    def norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return the norm of the gradient of one parameter: shape ()."""
+        del parameter
+        return norm(gradient)
+
+    def sqr_norm(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
+    ) -> Tensor:
+        """Return the squared norm of the gradients of parameters of one group: shape (), on `device`."""
+        del parameters
+        return sqr_norm(gradients, device)
+
+    def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return vectors whose Euclidean norms are the norms of the gradients; perhaps these themselves."""
+        del parameters
+        return list(gradients)
 
 
 def inner_products(left: Gradients, right: Gradients, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.errors import SparseGradientError
-from adascale_worker.scaling.statistics.norms import accumulation_dtype, local_shard
+from adascale_worker.scaling.statistics.norms import accumulation_dtype, is_first_copy, local_shard
 from adascale_worker.torch_private.autograd import version_of
 
 HOST = torch.device("cpu")
@@ -54,8 +54,12 @@ def lr_versions(groups: Iterable[Mapping[str, Any]]) -> list[object]:
 class OptimizerParameters:
     """The parameter groups of an optimizer. Read each time, because groups may be added or replaced."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, scales_lr_alone: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, scales_lr_alone: bool, is_sharded: bool = False
+    ) -> None:
         self._optimizer = optimizer
+        self.is_sharded = is_sharded
+        """Whether this process has only its part of averaged gradients."""
         # Other hyperparameters, such as the betas of Adam, must be numbers on the host.
         self._scales_lr_alone = scales_lr_alone
         self._trainable: list[bool] | None = None
@@ -68,12 +72,20 @@ class OptimizerParameters:
         """Return the parameters by parameter group."""
         return [group["params"] for group in self._optimizer.param_groups]
 
+    def measures(self, parameter: Tensor) -> bool:
+        """Whether this process measures its part of a gradient, which others may have too."""
+        return not self.is_sharded or is_first_copy(parameter)
+
+    def measured(self) -> list[list[Tensor]]:
+        """Return the parameters whose gradients this process measures, by parameter group."""
+        return [list(filter(self.measures, group)) for group in self.groups()]
+
     def with_gradients(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Return the parameters that have gradients, and these, by parameter group.
+        """Return the measured parameters that have gradients, and these, by parameter group.
 
         For DTensors, the gradients are the shards of this rank.
         """
-        present = [[p for p in group if p.grad is not None] for group in self.groups()]
+        present = [[p for p in group if p.grad is not None] for group in self.measured()]
         return [
             (group, [local_shard(require_dense(p.grad)) for p in group if p.grad is not None])
             for group in present

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_worker.scaling.statistics.metric import EuclideanMetric
 from adascale_worker.scaling.statistics.norms import (
+    EuclideanMetric,
     are_read_together,
     batches,
     divided_like,

@@ -1,13 +1,14 @@
 """Reads the gradients of one step on this rank: those that the caller passes, by hooks, or with FSDP2."""
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_worker.scaling.statistics.metric import EuclideanMetric
+from adascale_worker.scaling.statistics.norms import EuclideanMetric
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters
 from adascale_worker.scaling.statistics.steps import StepSettings
 
@@ -15,8 +16,6 @@ from adascale_worker.scaling.statistics.steps import StepSettings
 class GradientReader:
     """The squared norms of micro-gradients, which the caller passes, and of averaged gradients."""
 
-    is_sharded = False
-    """Whether each rank has only its shard of the averaged gradients (FSDP2)."""
     is_compressed = False
     """Whether averaged gradients are not the mean of the local ones."""
     ddp: DistributedDataParallel | None = None
@@ -59,7 +58,7 @@ class GradientReader:
     def averaged_sqr_norms(self) -> Tensor:
         """Return the squared norms of the averaged gradients: shape (groups,).
 
-        With FSDP2, those of the shards of this rank, times the number of shards, so that the mean over ranks
+        With FSDP2, those of the shards of this rank, times the number of ranks, so that the mean over ranks
         is the squared norm of the whole gradient.
         """
         return self.current_sqr_norms()
@@ -95,6 +94,9 @@ class GradientReader:
 
     def read(self, group: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Read a part of a micro-gradient: the gradients of parameters of a group, not averaged."""
+        if self._parameters.is_sharded:
+            measured = [self._parameters.measures(parameter) for parameter in parameters]
+            parameters, gradients = list(compress(parameters, measured)), list(compress(gradients, measured))
         norm = self._metric.sqr_norm(parameters, gradients, self._parameters.device)
         self._present.setdefault(group, []).append(norm)
 

@@ -20,36 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adascale_worker.scaling.statistics.backward import HookedGradients, ReadingTime
-from adascale_worker.scaling.statistics.metric import EuclideanMetric
-from adascale_worker.scaling.statistics.norms import local_shard, norm, sum_of_squares
+from adascale_worker.scaling.statistics.norms import EuclideanMetric, local_shard, norm, sum_of_squares
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters
 from adascale_worker.scaling.statistics.steps import StepSettings
 from adascale_worker.torch_private.autograd import backward_pass_id
 from adascale_worker.torch_private.distributed import (
     ShardedParameterGroup,
-    is_fully_sharded,
     micro_gradient_factor,
     sharded_parameter_groups,
 )
 
 
-def sum_over_shards_of(model: nn.Module | None) -> Callable[[Tensor], None] | None:
-    """Return a function that adds a tensor up over the ranks that `fully_shard` uses; None without it."""
-    if model is None or not is_fully_sharded(model):
-        return None
-    mesh = next(each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh"))
-    ranks = mesh.get_group(mesh.ndim - 1)
-
-    def add(tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=ranks)
-
-    return add
-
-
 class ShardedGradients(HookedGradients):
     """Norms of the inputs of the reduce-scatters in the backward passes of a step."""
-
-    is_sharded = True
 
     def __init__(
         self,
@@ -68,19 +51,19 @@ class ShardedGradients(HookedGradients):
         self._is_incomplete = False
         self._began_with_unreduced = False
         self._measuring = False
-        self._shards = 1  # ranks that one copy of the parameters is spread over
-        self._readable: set[int] = set()  # ids of the parameters that `fully_shard` alone has sharded
+        # ids of the parameters that `fully_shard` alone has sharded, over all ranks
+        self._readable: set[int] = set()
         group_of = {id(p): number for number, group in enumerate(groups) for p in group}
         for fsdp_group in sharded_parameter_groups(model):
             history = _ReductionHistory(fsdp_group)
             optimizer_groups = [group_of.get(id(parameter)) for parameter in fsdp_group.parameters]
             fsdp_group.on_reduce_scatter(partial(self._on_reduce_scatter, history, optimizer_groups))
             self._histories.append(history)
-            self._readable |= set(map(id, fsdp_group.sharded_by_fsdp_alone))
-            self._shards = fsdp_group.shard_count
+            if fsdp_group.mesh.size() == settings.world_size:
+                self._readable |= set(map(id, fsdp_group.sharded_by_fsdp_alone))
 
     def unreadable_parameters(self) -> list[Tensor]:
-        """Return the parameters that `fully_shard` did not shard alone."""
+        """Return the parameters that `fully_shard` did not shard alone over all ranks."""
         return [p for group in self._parameters.groups() for p in group if id(p) not in self._readable]
 
     def _time_to_read(self) -> ReadingTime:
@@ -123,7 +106,7 @@ class ShardedGradients(HookedGradients):
 
     def synchronisation_problem(self) -> str | None:
         """Return why micro-gradients cannot be read from this loop, and what to change; None if they can."""
-        if self._shards == 1:
+        if any(history.fsdp_group.mesh.size(-1) == 1 for history in self._histories):
             return (
                 "got fully_shard over 1 rank, which has no reduce-scatter to read gradients from; shard over "
                 "more ranks, or use DistributedDataParallel instead of fully_shard"
@@ -147,8 +130,8 @@ class ShardedGradients(HookedGradients):
         return torch.stack([sum_of_squares(norms, self._parameters.device) for norms in self._reduced_norms])
 
     def averaged_sqr_norms(self) -> Tensor:
-        """Return those of the shards of this rank, times the number of shards: shape (groups,)."""
-        return super().averaged_sqr_norms() * self._shards
+        """Return those of the shards of this rank, times the number of ranks: shape (groups,)."""
+        return super().averaged_sqr_norms() * self._settings.world_size
 
     @property
     def _trained(self) -> list["_ReductionHistory"]:
@@ -180,7 +163,7 @@ class ShardedGradients(HookedGradients):
         parameters = zip(fsdp_group.parameters, optimizer_groups, fsdp_group.shard_sizes, strict=True)
         trained = [each for each in parameters if each[0].requires_grad]
         sizes = [size for *_, size in trained]
-        if gradients.numel() != sum(sizes) * fsdp_group.shard_count:
+        if gradients.numel() != sum(sizes) * fsdp_group.mesh.size(-1):
             # A parameter was not used, so the pieces of the others cannot be located.
             self._is_incomplete = True
             return
