@@ -18,9 +18,9 @@ import yaml
 
 from adascale_controller.operator.runtime.health import OperatorMetrics
 from api.client import Client, ServiceProcess, a_report, wait_until
+from support.fake_cluster import FakeCluster
 from support.launch import free_port
-from support.operator_metrics import serve
-from support.world import World
+from support.operator_metrics import serve, show_a_started_job
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 RULES = yaml.safe_load((FOLDER / "rules.yaml").read_text())["spec"]
@@ -96,12 +96,12 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def operator_metrics() -> OperatorMetrics:
     """The metrics of an operator that has started a job in a cluster in memory."""
-    world = World()
-    world.submit()
-    world.deliver()
-    world.run(0.5)
-    world.metrics.count_api_request("GET", 200)
-    return world.metrics
+    cluster = FakeCluster()
+    cluster.submit()
+    cluster.deliver()
+    cluster.run_until(lambda: show_a_started_job(cluster.metrics))
+    cluster.metrics.count_api_request("GET", 200)
+    return cluster.metrics
 
 
 def _range(url: str, series: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Fixtures of several files: a world of the operator whose decisions the test makes."""
+"""Fixtures of several files: a cluster with an operator whose decisions the test makes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from adascale_core.decision.explanation import explain
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from api.client import TOKEN
+from support.fake_cluster import FakeCluster
 from support.job_states import NOW
 from support.job_states import job as job_state
 from support.service import Service
-from support.world import World
 
 Object = dict[str, Any]
 SPOT = {"priorityClassName": "spot"}
 SETTINGS = Opportunistic.model_validate({"priorityClassName": "spot"})
 
 
-class Cluster:
-    """A world with PriorityClasses."""
+class ClusterWithPriorities(FakeCluster):
+    """A cluster with PriorityClasses."""
 
     def __init__(self, decided: DecidedCount) -> None:
+        super().__init__(admit=self._admit)
         self.decided = decided
         self.priorities = {None: 100, "spot": -10}
-        self.world = World(admit=self._admit)
 
     def _admit(self, pod: Object) -> Object:
         name = pod["spec"].get("priorityClassName")
@@ -45,17 +45,17 @@ class Cluster:
     def sizes(self) -> tuple[int, int]:
         """The numbers of live pods of the smallest count, and of extra pods."""
         extra = len(self.extra_pods())
-        return len(self.world.live_pods) - extra, extra
+        return len(self.live_pods) - extra, extra
 
     def decide(self, count: int) -> None:
         self.decided.count = count
-        self.world.full = True
-        self.world.run_cycles(10)
+        self.full = True
+        self.run_cycles(10)
 
     def extra_pods(self) -> list[str]:
         return [
             raw["metadata"]["name"]
-            for raw in self.world.live_pods
+            for raw in self.live_pods
             if names.LABEL_EXTRA in raw["metadata"]["labels"]
         ]
 
@@ -108,5 +108,5 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> DecidedCount:
 
 
 @pytest.fixture
-def cluster(decided: DecidedCount) -> Cluster:
-    return Cluster(decided)
+def cluster(decided: DecidedCount) -> ClusterWithPriorities:
+    return ClusterWithPriorities(decided)

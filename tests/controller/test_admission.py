@@ -14,9 +14,9 @@ from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import AdmissionReader
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, Resource, merged
+from support.fake_api_server import FakeApiServer
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import NOW, ON_CPU, actions_for, condition, job, training_job
-from support.world import World
 
 TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
 TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
@@ -30,29 +30,29 @@ def tolerate(pod: Object) -> Object:
     return {**pod, "spec": {**pod["spec"], "tolerations": tolerations}}
 
 
-def tainted(**settings: Any) -> World:
-    """Return a world whose only node has a taint."""
-    world = World(types=["a100"], **settings)
-    (node,) = world.objects[Resource.NODES].values()
-    world.write(Resource.NODES, {**node, "spec": {"taints": [TAINT]}})
-    return world
+def tainted(**settings: Any) -> FakeCluster:
+    """Return a cluster whose only node has a taint."""
+    cluster = FakeCluster(types=["a100"], **settings)
+    (node,) = cluster.objects[Resource.NODES].values()
+    cluster.write(Resource.NODES, {**node, "spec": {"taints": [TAINT]}})
+    return cluster
 
 
 def test_a_toleration_that_admission_adds_makes_tainted_nodes_eligible() -> None:
-    world = tainted(admit=tolerate)
-    world.submit()
-    world.run_cycles()
-    assert [raw["spec"]["nodeName"] for raw in world.live_pods] == ["a100"]
-    assert world.condition()["reason"] == "Training"
+    cluster = tainted(admit=tolerate)
+    cluster.submit()
+    cluster.run_cycles()
+    assert [raw["spec"]["nodeName"] for raw in cluster.live_pods] == ["a100"]
+    assert cluster.condition()["reason"] == "Training"
 
 
 def test_a_job_without_the_toleration_waits_and_names_the_taint() -> None:
-    world = tainted()
-    world.submit()
-    world.run_cycles()
-    assert world.live_pods == []
-    assert world.condition()["reason"] == "InsufficientCapacity"
-    assert world.condition()["message"] == (
+    cluster = tainted()
+    cluster.submit()
+    cluster.run_cycles()
+    assert cluster.live_pods == []
+    assert cluster.condition()["reason"] == "InsufficientCapacity"
+    assert cluster.condition()["message"] == (
         "Insufficient capacity for 1 replica. 1 node: taint nvidia.com/gpu=present:NoSchedule, and the pods "
         "have no toleration of it (spec.template.spec.tolerations)"
     )
@@ -66,10 +66,10 @@ def test_requests_that_admission_adds_are_counted() -> None:
         ]
         return {**pod, "spec": {**pod["spec"], "containers": containers}}
 
-    world = World(types=["a100"], admit=limit)
-    world.submit(minReplicas=2)
-    world.run_cycles()
-    assert world.condition()["reason"] == "InsufficientCapacity", "the node has 100"
+    cluster = FakeCluster(types=["a100"], admit=limit)
+    cluster.submit(minReplicas=2)
+    cluster.run_cycles()
+    assert cluster.condition()["reason"] == "InsufficientCapacity", "the node has 100"
 
 
 def test_jobs_of_a_template_share_a_dry_run_and_it_is_repeated_later() -> None:
@@ -80,14 +80,14 @@ def test_jobs_of_a_template_share_a_dry_run_and_it_is_repeated_later() -> None:
             asked.append(pod["metadata"]["namespace"])
         return tolerate(pod)
 
-    world = tainted(admit=record)
-    world.submit()
-    world.submit("other")
-    world.run_cycles(5)
+    cluster = tainted(admit=record)
+    cluster.submit()
+    cluster.submit("other")
+    cluster.run_cycles(5)
     assert asked == ["team"]
-    world.now += lookup_fetcher.ADMISSION_INTERVAL
-    world.full = True
-    world.run_cycles(2)
+    cluster.now += lookup_fetcher.ADMISSION_INTERVAL
+    cluster.full = True
+    cluster.run_cycles(2)
     assert asked == ["team", "team"]
 
 
@@ -105,10 +105,10 @@ def test_without_an_answer_of_admission_the_template_is_used(error: ApiServerErr
             raise error
         return pod
 
-    world = World(types=["a100"], admit=refuse)
-    world.submit()
-    world.run_cycles()
-    assert world.condition()["reason"] == "Training"
+    cluster = FakeCluster(types=["a100"], admit=refuse)
+    cluster.submit()
+    cluster.run_cycles()
+    assert cluster.condition()["reason"] == "Training"
 
 
 def refuse_dry_runs(pod: Object) -> Object:
@@ -121,7 +121,7 @@ def refuse_dry_runs(pod: Object) -> Object:
 def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_raised() -> None:
     replies: list[str] = ["", "pods are forbidden: exceeded quota: gpus", ""]
 
-    class Quota(FakeCluster):
+    class Quota(FakeApiServer):
         async def admit_pod(self, manifest: ApiObject) -> ApiObject:
             if reply := replies.pop(0):
                 raise ApiServerError("forbidden", 403, reply)
@@ -131,7 +131,7 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
     status = {"conditions": merged((), [limited], 1, NOW)}
     resource = job(status=status, template=ON_CPU)
     cached = CachedJob(resource, (), frozenset())
-    reader = AdmissionReader(Quota(World()), lambda _: None)
+    reader = AdmissionReader(Quota(), lambda _: None)
     found = []
     for number in range(3):
         now = NOW + number * lookup_fetcher.ADMISSION_QUOTA_INTERVAL
@@ -149,15 +149,15 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
 
 
 def test_an_answer_stays_while_admission_can_not_be_asked_again() -> None:
-    world = tainted(admit=tolerate)
-    world.submit()
-    world.run_cycles()
+    cluster = tainted(admit=tolerate)
+    cluster.submit()
+    cluster.run_cycles()
 
     def refuse(pod: Object) -> Object:
         raise ApiServerError("the API server does not answer")
 
-    world.admit = refuse
-    world.now += lookup_fetcher.ADMISSION_INTERVAL
-    world.run_cycles()
-    assert world.condition()["reason"] == "Training"
-    assert world.writes == []
+    cluster.admit = refuse
+    cluster.now += lookup_fetcher.ADMISSION_INTERVAL
+    cluster.run_cycles()
+    assert cluster.condition()["reason"] == "Training"
+    assert cluster.writes == []

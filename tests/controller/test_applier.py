@@ -12,18 +12,18 @@ from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, NewPod, StatusChange, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
+from support.fake_api_server import FakeApiServer
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import job, observed, training_job, view
-from support.world import World
 
 
 @pytest.mark.parametrize("gpus", ["1", "8"])
 def test_gpus_that_a_replica_does_not_use_are_named_in_an_event(gpus: str) -> None:
-    world = World()
-    worker = {**world.worker(), "resources": {"limits": {"nvidia.com/gpu": gpus}}}
-    world.submit(template={"spec": {"containers": [worker]}})
-    world.run_cycles(3)
-    reasons = [event.reason for event in world.events]
+    cluster = FakeCluster()
+    worker = {**cluster.worker(), "resources": {"limits": {"nvidia.com/gpu": gpus}}}
+    cluster.submit(template={"spec": {"containers": [worker]}})
+    cluster.run_cycles(3)
+    reasons = [event.reason for event in cluster.events]
     assert "Started" in reasons
     assert reasons.count("UnusedGPUs") == (gpus == "8")
 
@@ -34,13 +34,13 @@ def test_no_further_pods_are_tried_after_the_first_is_rejected_and_others_are_st
 ) -> None:
     tried: list[str] = []
 
-    async def refuse(_: FakeCluster, manifest: ApiObject) -> ApiObject:
+    async def refuse(_: FakeApiServer, manifest: ApiObject) -> ApiObject:
         tried.append(manifest["metadata"]["name"])
         raise ApiServerError("rejects it: no", status, "no")
 
-    world = World()
-    monkeypatch.setattr(FakeCluster, "create_pod", refuse)
-    applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
+    cluster = FakeCluster()
+    monkeypatch.setattr(FakeApiServer, "create_pod", refuse)
+    applier = Applier(cluster, cluster.service, lambda *_: None, "operator")
     pods = (NewPod(0, 0), NewPod(1, 0))
     stop = (StoppedPod("digits-2-0", "uid", Stop.DELETE),)
     actions = Actions({}, StatusChange.NONE, create_pods=pods, stop_pods=stop)
@@ -48,32 +48,32 @@ def test_no_further_pods_are_tried_after_the_first_is_rejected_and_others_are_st
     assert tried == ["digits-0-0"]
     assert (applied.refused is not None and applied.refused.reply == "no") == is_refused
     assert applied.template_rejection == (None if is_refused else "no")
-    assert world.writes == ["delete pod digits-2-0"]
+    assert cluster.writes == ["delete pod digits-2-0"]
     assert applied.is_stale, "the pod does not exist"
 
 
 def test_pods_are_created_each_once_after_their_namespace_is_prepared() -> None:
-    world, prepared = World(), list[tuple[str, list[str]]]()
+    cluster, prepared = FakeCluster(), list[tuple[str, list[str]]]()
 
     async def prepare(namespace: str) -> None:
-        prepared.append((namespace, list(world.objects[Resource.PODS])))
+        prepared.append((namespace, list(cluster.objects[Resource.PODS])))
 
-    applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator", before_pods=prepare)
+    applier = Applier(cluster, cluster.service, lambda *_: None, "operator", before_pods=prepare)
     actions = Actions({}, StatusChange.NONE, create_pods=tuple(NewPod(rank, 0) for rank in range(5)))
     for _ in range(2):
         asyncio.run(applier.apply(job_without_pods(), actions))
     assert prepared[0] == ("team", [])
-    assert sorted(world.objects[Resource.PODS]) == [f"digits-{rank}-0" for rank in range(5)]
-    assert len(world.live_pods) == 5
+    assert sorted(cluster.objects[Resource.PODS]) == [f"digits-{rank}-0" for rank in range(5)]
+    assert len(cluster.live_pods) == 5
 
 
 def test_a_job_that_is_deregistered_already_is_no_error() -> None:
     """The jobs of the metrics service may be a moment older than the last call."""
-    world = World()
-    applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
+    cluster = FakeCluster()
+    applier = Applier(cluster, cluster.service, lambda *_: None, "operator")
     actions = Actions({}, status_change=StatusChange.NONE, deregister=True)
     asyncio.run(applier.apply(training_job(), actions))
-    assert world.writes == ["deregister team.digits"]
+    assert cluster.writes == ["deregister team.digits"]
 
 
 def job_without_pods() -> ObservedJob:

@@ -23,8 +23,7 @@ from adascale_controller.operator.runtime.certificate_keeper import (
     server_hosts,
 )
 from adascale_core import names
-from support.fake_cluster import FakeCluster
-from support.world import World
+from support.fake_api_server import FakeApiServer
 
 SYSTEM = "adascale-system"
 HOSTS = server_hosts("https://adascale-api.adascale-system.svc:8265", "https://10.0.0.7:8265")
@@ -37,8 +36,7 @@ class Fixture:
 
     def __init__(self) -> None:
         self.now = 1_800_000_000.0
-        self.world = World()
-        self.cluster = FakeCluster(self.world)
+        self.cluster = FakeApiServer()
         self.namespaces = {"team"}
         self.keeper = self.start()
 
@@ -254,21 +252,21 @@ def test_it_goes_on_after_failures_of_the_api_server(made: Fixture, monkeypatch:
     made.refresh()
     before = made.secret(SERVER, "tls.crt")
     failures = 0
-    get = made.cluster.get_secret
+    get = made.cluster.get
 
-    async def fail_once(namespace: str, name: str) -> Any:
+    async def fail_once(plural: str, namespace: str, name: str) -> Any:
         nonlocal failures
         failures += 1
         if failures == 1:
             raise ApiServerError("the API server does not answer")
-        return await get(namespace, name)
+        return await get(plural, namespace, name)
 
     async def sleep(_seconds: float) -> None:
         made.now += REFRESH_INTERVAL
         if made.secret(SERVER, "tls.crt") != before:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(made.cluster, "get_secret", fail_once)
+    monkeypatch.setattr(made.cluster, "get", fail_once)
     monkeypatch.setattr(asyncio, "sleep", sleep)
     made.now += 61 * DAY
     with pytest.raises(asyncio.CancelledError):

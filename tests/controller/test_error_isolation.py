@@ -11,8 +11,8 @@ from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.runtime.work_queue import MAX_RETRY_INTERVAL, RETRY_INTERVAL, ErrorIsolation
 from adascale_controller.operator.types.kubernetes import ApiObject
 from support.clock import Clock
+from support.fake_api_server import FakeApiServer
 from support.fake_cluster import FakeCluster
-from support.world import World
 
 REFUSED = ApiServerError('pods "digits-0-0" is forbidden: exceeded quota', 403, "exceeded quota")
 
@@ -84,16 +84,16 @@ def test_a_job_whose_pods_are_refused_sends_few_requests_and_one_at_once_when_it
 ) -> None:
     attempts: list[float] = []
 
-    async def refuse(_: FakeCluster, manifest: ApiObject) -> Any:
-        attempts.append(world.now)
+    async def refuse(_: FakeApiServer, manifest: ApiObject) -> Any:
+        attempts.append(cluster.now)
         raise REFUSED
 
-    monkeypatch.setattr(FakeCluster, "create_pod", refuse)
-    world = World()
-    world.submit()
-    world.run_cycles(300)
+    monkeypatch.setattr(FakeApiServer, "create_pod", refuse)
+    cluster = FakeCluster()
+    cluster.submit()
+    cluster.run_cycles(300)
     assert 5 <= len(attempts) <= 12, attempts
-    world.edit(maxReplicas=8)
-    edited_at = world.now
-    world.run_cycles(2)
+    cluster.edit(maxReplicas=8)
+    edited_at = cluster.now
+    cluster.run_cycles(2)
     assert edited_at < attempts[-1] <= edited_at + 2

@@ -16,6 +16,7 @@ from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
 from controller.conftest import DecidedCount
+from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
     ON_CPU,
     actions_for,
@@ -28,7 +29,6 @@ from support.observed_jobs import (
     training_job,
     view,
 )
-from support.world import World
 
 
 def trains(counts: FailingCounts, generation: int, replicas: int, steps: int, first: int = 1) -> JobView:
@@ -155,71 +155,73 @@ def test_the_operator_returns_to_the_count_that_works_and_says_why() -> None:
 
 
 @pytest.fixture
-def world(decided: DecidedCount) -> World:
+def cluster(decided: DecidedCount) -> FakeCluster:
     """Return a job that trains on 1 replica, because its program has failed at once on 2."""
     decided.count = 2
-    world = World()
-    world.submit(backoffLimit=1)
-    world.run_cycles(10)
-    world.service.step_times = (StepTime(1, 4, 1, 0.1),)
-    world.full = True
-    fail_on_two(world)
-    assert (world.status["replicas"], world.status["failures"]) == (1, 1)
-    return world
+    cluster = FakeCluster()
+    cluster.submit(backoffLimit=1)
+    cluster.run_cycles(10)
+    cluster.service.step_times = (StepTime(1, 4, 1, 0.1),)
+    cluster.full = True
+    fail_on_two(cluster)
+    assert (cluster.status["replicas"], cluster.status["failures"]) == (1, 1)
+    return cluster
 
 
-def fail_on_two(world: World) -> None:
+def fail_on_two(cluster: FakeCluster) -> None:
     """Have the program fail on 2 replicas."""
-    second = next(name for name, agent in world.agents.items() if agent.rank == 1)
-    assert world.agents[second].state is ReplicaState.RUNNING
-    world.fail_program(second)
-    world.run_cycles(20)
+    second = next(name for name, agent in cluster.agents.items() if agent.rank == 1)
+    assert cluster.agents[second].state is ReplicaState.RUNNING
+    cluster.fail_program(second)
+    cluster.run_cycles(20)
 
 
-def test_a_restarted_operator_does_not_try_a_count_again_on_which_the_program_fails(world: World) -> None:
-    message = world.condition("Rescaling")["message"]
+def test_a_restarted_operator_does_not_try_a_count_again_on_which_the_program_fails(
+    cluster: FakeCluster,
+) -> None:
+    message = cluster.condition("Rescaling")["message"]
     assert message.startswith("The program failed at once on 2 replicas")
-    world.start_operator()
-    world.run_cycles(20)
-    status = world.status
-    assert (status["replicas"], status["failures"], world.condition("Rescaling")["message"]) == (
+    cluster.start_operator()
+    cluster.run_cycles(20)
+    status = cluster.status
+    assert (status["replicas"], status["failures"], cluster.condition("Rescaling")["message"]) == (
         1,
         1,
         message,
     )
 
 
-def test_a_restarted_operator_keeps_such_a_count_while_the_job_is_suspended(world: World) -> None:
-    world.edit(suspend=True)
-    world.run_cycles(20)
-    world.start_operator()
-    world.run_cycles(5)
-    world.edit(suspend=False)
-    world.run_cycles(20)
-    assert world.status["replicas"] == 1
+def test_a_restarted_operator_keeps_such_a_count_while_the_job_is_suspended(cluster: FakeCluster) -> None:
+    cluster.edit(suspend=True)
+    cluster.run_cycles(20)
+    cluster.start_operator()
+    cluster.run_cycles(5)
+    cluster.edit(suspend=False)
+    cluster.run_cycles(20)
+    assert cluster.status["replicas"] == 1
 
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_count_on_which_the_program_failed_may_be_used_by_another_program(
-    world: World, restart: bool
+    cluster: FakeCluster, restart: bool
 ) -> None:
-    world.edit(template={"spec": {"containers": [world.worker(2)]}})
+    cluster.edit(template={"spec": {"containers": [cluster.worker(2)]}})
     if restart:
-        world.start_operator()
-    world.run_cycles(30)
-    status = world.status
-    assert (status["replicas"], status["failures"], world.condition("Rescaling")["message"]) == (2, 1, "")
+        cluster.start_operator()
+    cluster.run_cycles(30)
+    status = cluster.status
+    assert (status["replicas"], status["failures"], cluster.condition("Rescaling")["message"]) == (2, 1, "")
     assert "failingCount" not in status["attempts"]
 
 
-def test_a_count_on_which_another_program_fails_too_is_given_up_again(world: World) -> None:
-    world.edit(template={"spec": {"containers": [world.worker(2)]}}, backoffLimit=2)
-    world.run_cycles(30)
-    fail_on_two(world)
-    assert (world.status["replicas"], world.status["failures"]) == (1, 2)
-    world.start_operator()
-    world.run_cycles(20)
-    assert (world.status["replicas"], world.status["failures"]) == (1, 2)
+def test_a_count_on_which_another_program_fails_too_is_given_up_again(cluster: FakeCluster) -> None:
+    cluster.edit(template={"spec": {"containers": [cluster.worker(2)]}}, backoffLimit=2)
+    cluster.run_cycles(30)
+    fail_on_two(cluster)
+    assert (cluster.status["replicas"], cluster.status["failures"]) == (1, 2)
+    cluster.start_operator()
+    cluster.run_cycles(20)
+    assert (cluster.status["replicas"], cluster.status["failures"]) == (1, 2)
 
 
 def _decide(scheduler: Scheduler, service: JobView, pods: list[Pod] | None = None) -> tuple[int, str]:

@@ -14,8 +14,8 @@ from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.runtime.health import MAX_SILENCE, Health, OperatorMetrics
 from adascale_core.decision.decide import DecisionProblem
 from support.clock import Clock
+from support.fake_cluster import FakeCluster
 from support.launch import free_port
-from support.world import World
 
 
 def answer_of(url: str) -> int:
@@ -87,15 +87,15 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def test_a_first_cycle_that_is_stuck_is_no_progress(
     progress: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World()
+    cluster = FakeCluster()
     may_answer = threading.Event()
-    read_jobs = world.service.read_jobs
+    read_jobs = cluster.service.read_jobs
 
     def hang(share: float) -> Any:
         assert may_answer.wait(30)
         return read_jobs(share)
 
-    monkeypatch.setattr(world.service, "read_jobs", hang)
+    monkeypatch.setattr(cluster.service, "read_jobs", hang)
     threading.Timer(0.3, may_answer.set).start()
     seen: set[int] = set()
 
@@ -104,7 +104,7 @@ def test_a_first_cycle_that_is_stuck_is_no_progress(
             seen.add(len(progress))
         return bool(progress)
 
-    world.run_until(is_over)
+    cluster.run_until(is_over)
     assert seen == {0}
 
 
@@ -120,16 +120,16 @@ def test_a_decision_that_hangs_is_no_progress(progress: list[None], monkeypatch:
         return decide(problem, now)
 
     monkeypatch.setattr(DecisionProblem, "decide", hang)
-    world = World()
-    world.submit()
+    cluster = FakeCluster()
+    cluster.submit()
     cycles = "adascale_operator_cycle_duration_seconds_count"
     counts: list[tuple[float, int]] = []
 
     def hung_for_cycles() -> bool:
         if begun.is_set():
             # What is written meanwhile is no sign of health: no new job gets pods.
-            world.edit(maxReplicas=8 + len(counts) % 2)
-            text = world.metrics.text().decode()
+            cluster.edit(maxReplicas=8 + len(counts) % 2)
+            text = cluster.metrics.text().decode()
             found = next(line for line in text.splitlines() if line.startswith(cycles))
             counts.append((float(found.split()[1]), len(progress)))
         if not counts or counts[-1][0] < counts[0][0] + 4:
@@ -137,17 +137,17 @@ def test_a_decision_that_hangs_is_no_progress(progress: list[None], monkeypatch:
         may_end.set()
         return True
 
-    world.run_until(hung_for_cycles)
+    cluster.run_until(hung_for_cycles)
     later = [recorded for cycle, recorded in counts if cycle > counts[0][0] + 1]
     assert len(set(later)) == 1, "cycles go on, but they are not counted as progress"
 
 
 def test_a_long_observation_is_progress(progress: list[None]) -> None:
-    world = World()
+    cluster = FakeCluster()
     for number in range(2 * control_loop.SLICE):
-        world.submit(f"job-{number}", suspend=True)
-    world.deliver()
+        cluster.submit(f"job-{number}", suspend=True)
+    cluster.deliver()
     at_first_write: list[int] = []
-    world.meanwhile = lambda: at_first_write.append(len(progress))
-    world.run_until(lambda: bool(at_first_write))
+    cluster.meanwhile = lambda: at_first_write.append(len(progress))
+    cluster.run_until(lambda: bool(at_first_write))
     assert at_first_write[0] >= 2

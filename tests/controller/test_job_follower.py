@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.jobs import JobChanges, JobList
 from api.client import TOKEN
+from support.fake_cluster import FakeCluster
 from support.fake_service import JOB_ID, FakeService
 from support.service import Service
-from support.world import World
 
 
 class CountingService(FakeService):
@@ -143,12 +144,13 @@ def test_an_unexpected_error_ends_the_operator_instead_of_leaving_it_with_old_jo
 
 def test_a_running_operator_reads_all_jobs_only_for_new_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_loop, "PAUSE", 0.01)
-    world = World()
-    service = world.service = CountingService()
-    world.start_operator()
-    world.submit()
-    world.deliver()
-    world.run(0.5)
+    cluster = FakeCluster()
+    service = cluster.service = CountingService()
+    cluster.start_operator()
+    cluster.submit()
+    cluster.deliver()
+    end = time.monotonic() + 0.5
+    cluster.run_until(lambda: time.monotonic() > end)
     assert service.state.desired == Allocation(1, 1)
     assert service.reads <= 2
 

@@ -12,7 +12,7 @@ from kubernetes.aio.client import ApiClient
 
 from adascale_controller.operator.apply.kubernetes_cluster import KubernetesCluster
 from adascale_controller.operator.runtime.lease import Election
-from support.virtual_time import in_virtual_time
+from support.event_loops import in_virtual_time
 
 
 @asynccontextmanager

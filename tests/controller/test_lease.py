@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.runtime.lease import Election, LeaseLostError
 from adascale_controller.operator.types.kubernetes import ApiObject
+from support.event_loops import in_virtual_time, now
 from support.examples import examples
-from support.virtual_time import in_virtual_time, now
 
 PLACE = ("system", "operator")
 

@@ -26,7 +26,7 @@ from adascale_controller.operator.observe.pods import (
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import EventReader, LookupFetcher
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, JobKey, timestamp
-from support.fake_cluster import FakeCluster
+from support.fake_api_server import FakeApiServer
 from support.observed_jobs import (
     NOW,
     SPEC,
@@ -38,7 +38,6 @@ from support.observed_jobs import (
     pod,
     view,
 )
-from support.world import World
 
 SHARED_CLAIM: ApiObject = {"spec": {"accessModes": ["ReadWriteMany"]}}
 GetClaim = Callable[[str], Awaitable[ApiObject | None]]
@@ -48,11 +47,11 @@ ListEvents = Callable[[str, str], Awaitable[Sequence[ApiObject]]]
 # -- the fetcher --------------------------------------------------------------------------------------------
 
 
-class ClaimCluster(FakeCluster):
+class ClaimCluster(FakeApiServer):
     """A cluster whose claims are answered by a function of the claim's name."""
 
-    def __init__(self, world: World, get_claim: GetClaim) -> None:
-        super().__init__(world)
+    def __init__(self, get_claim: GetClaim) -> None:
+        super().__init__()
         self._get_claim = get_claim
 
     async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
@@ -70,8 +69,6 @@ def cached(name: str) -> CachedJob:
 def test_a_call_that_hangs_for_one_job_delays_no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_fetcher, "CYCLE_WAIT", 0.05)
 
-    world = World()
-
     async def main() -> None:
         answer = asyncio.Event()
         reported = asyncio.Event()
@@ -83,7 +80,7 @@ def test_a_call_that_hangs_for_one_job_delays_no_other_job(monkeypatch: pytest.M
                 await answer.wait()
             return SHARED_CLAIM
 
-        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda _: reported.set())
+        fetcher = LookupFetcher(ClaimCluster(get_claim), lambda _: reported.set())
         slow, fast = cached("slow"), cached("fast")
         loop = asyncio.get_running_loop()
         for cycle in range(3):
@@ -109,8 +106,6 @@ def test_a_call_that_hangs_for_one_job_delays_no_other_job(monkeypatch: pytest.M
 def test_a_call_that_hangs_fails_at_its_deadline_and_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_fetcher, "DEADLINE", 0.01)
 
-    world = World()
-
     async def main() -> None:
         calls: list[str] = []
 
@@ -119,7 +114,7 @@ def test_a_call_that_hangs_fails_at_its_deadline_and_is_repeated(monkeypatch: py
             await asyncio.Event().wait()
             raise AssertionError
 
-        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda _: None)
+        fetcher = LookupFetcher(ClaimCluster(get_claim), lambda _: None)
         slow = cached("slow")
         await fetcher.fetch([slow], NOW)
         with pytest.raises(ApiServerError, match="does not answer within"):
@@ -133,8 +128,6 @@ def test_a_call_that_hangs_fails_at_its_deadline_and_is_repeated(monkeypatch: py
 def test_a_job_keeps_its_last_result_while_a_later_call_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_fetcher, "CYCLE_WAIT", 0.01)
 
-    world = World()
-
     async def main() -> None:
         calls: list[str] = []
 
@@ -144,7 +137,7 @@ def test_a_job_keeps_its_last_result_while_a_later_call_hangs(monkeypatch: pytes
                 await asyncio.Event().wait()
             return None
 
-        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda _: None)
+        fetcher = LookupFetcher(ClaimCluster(get_claim), lambda _: None)
         slow = cached("slow")
         for second in (0, 1, 5, 6):
             await fetcher.fetch([slow], NOW + second)
@@ -160,8 +153,6 @@ def test_a_job_keeps_its_last_result_while_a_later_call_hangs(monkeypatch: pytes
 def test_no_more_calls_run_at_once_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_fetcher, "MAX_CONCURRENT", 3)
 
-    world = World()
-
     async def main() -> None:
         running, most = 0, 0
 
@@ -173,7 +164,7 @@ def test_no_more_calls_run_at_once_than_the_bound(monkeypatch: pytest.MonkeyPatc
             running -= 1
             return SHARED_CLAIM
 
-        fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda _: None)
+        fetcher = LookupFetcher(ClaimCluster(get_claim), lambda _: None)
         jobs = [cached(f"job-{number}") for number in range(10)]
         await fetcher.fetch(jobs, NOW)
         assert all(fetcher.results(each) is not None for each in jobs)
@@ -184,7 +175,7 @@ def test_no_more_calls_run_at_once_than_the_bound(monkeypatch: pytest.MonkeyPatc
 
 def test_a_refusal_is_kept_until_pods_are_created_and_its_text_only_changes_with_its_reason() -> None:
     invalid = replace(job(), job=None)
-    fetcher, seen, shown = LookupFetcher(FakeCluster(World()), lambda _: None), observed(invalid), []
+    fetcher, seen, shown = LookupFetcher(FakeApiServer(), lambda _: None), observed(invalid), []
     denied, again, quota = (
         ApiServerError("rejects it", 403, reply) for reply in ("no 1", "no 2", "exceeded quota: gpus")
     )
@@ -197,11 +188,11 @@ def test_a_refusal_is_kept_until_pods_are_created_and_its_text_only_changes_with
     assert shown == [first, first, (Reason.QUOTA_EXCEEDED, "exceeded quota: gpus"), None]
 
 
-class EventsCluster(FakeCluster):
+class EventsCluster(FakeApiServer):
     """A cluster that answers reads of Events by a function of namespace and selector."""
 
-    def __init__(self, world: World, list_events: ListEvents) -> None:
-        super().__init__(world)
+    def __init__(self, list_events: ListEvents) -> None:
+        super().__init__()
         self._list_events = list_events
 
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
@@ -217,7 +208,6 @@ def starting_slowly(number: int) -> CachedJob:
 
 
 def test_all_jobs_of_a_namespace_with_pods_that_start_slowly_share_one_read_of_events() -> None:
-    world = World()
 
     async def main() -> None:
         reads: list[tuple[str, str]] = []
@@ -237,7 +227,7 @@ def test_all_jobs_of_a_namespace_with_pods_that_start_slowly_share_one_read_of_e
             if len(returned) == len(jobs):
                 all_returned.set()
 
-        fetcher = LookupFetcher(EventsCluster(world, list_events), on_result)
+        fetcher = LookupFetcher(EventsCluster(list_events), on_result)
         jobs = [starting_slowly(number) for number in range(100)]
         await fetcher.fetch(jobs, NOW)
         assert not reads, "a job with other changes waits for Events"
@@ -253,7 +243,6 @@ def test_all_jobs_of_a_namespace_with_pods_that_start_slowly_share_one_read_of_e
 
 
 def test_reads_of_events_are_made_one_at_a_time_with_rests_between_them() -> None:
-    world = World()
 
     async def main() -> None:
         clock = asyncio.get_running_loop().time
@@ -267,7 +256,7 @@ def test_reads_of_events_are_made_one_at_a_time_with_rests_between_them() -> Non
                 raise ApiServerError("refused", 403)
             return []
 
-        reader = EventReader(EventsCluster(world, list_events), deadline=60.0)
+        reader = EventReader(EventsCluster(list_events), deadline=60.0)
         answers = await asyncio.gather(*(reader.read(name) for name in ("a", "refused", "b", "a")))
         assert answers == [{}, None, {}, {}]
         assert len(reads) == 3
@@ -278,7 +267,6 @@ def test_reads_of_events_are_made_one_at_a_time_with_rests_between_them() -> Non
 
 
 def test_a_read_of_events_that_hangs_fails_at_its_deadline_and_is_made_again() -> None:
-    world = World()
 
     async def main() -> None:
         answers: list[Awaitable[Sequence[ApiObject]]] = [asyncio.sleep(60, []), asyncio.sleep(0, [])]
@@ -286,7 +274,7 @@ def test_a_read_of_events_that_hangs_fails_at_its_deadline_and_is_made_again() -
         async def list_events(namespace: str, selector: str) -> Sequence[ApiObject]:
             return await answers.pop(0)
 
-        reader = EventReader(EventsCluster(world, list_events), deadline=0.01)
+        reader = EventReader(EventsCluster(list_events), deadline=0.01)
         assert await reader.read("team") is None
         assert await reader.read("team") == {}
 
@@ -296,14 +284,12 @@ def test_a_read_of_events_that_hangs_fails_at_its_deadline_and_is_made_again() -
 def test_claims_are_read_while_reads_of_events_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_fetcher, "CYCLE_WAIT", 0.01)
 
-    world = World()
-
     async def main() -> None:
         async def list_events(namespace: str, selector: str) -> Sequence[ApiObject]:
             await asyncio.Event().wait()
             return []
 
-        fetcher = LookupFetcher(EventsCluster(world, list_events), lambda _: None)
+        fetcher = LookupFetcher(EventsCluster(list_events), lambda _: None)
         jobs = [starting_slowly(number) for number in range(lookup_fetcher.MAX_CONCURRENT + 1)]
         await fetcher.fetch(jobs, NOW)
         claimed = cached("claimed")

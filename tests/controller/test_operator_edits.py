@@ -15,6 +15,7 @@ from adascale_core import names
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.views.jobs import JobView
+from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
     NOW,
     SPEC,
@@ -29,7 +30,6 @@ from support.observed_jobs import (
     with_status,
     writes,
 )
-from support.world import World
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(None, False), (101, False), (100, True), (60, True)])
@@ -59,17 +59,17 @@ def test_the_time_in_which_a_job_is_stopped_does_not_count_for_its_deadline() ->
 def test_an_edited_step_timeout_reaches_the_replicas_in_new_pods(
     before: int | None, after: int | None
 ) -> None:
-    world = World()
-    world.submit(stepTimeoutSeconds=before)
-    world.run_cycles(10)
-    assert _step_timeout(world) == before
-    world.edit(stepTimeoutSeconds=after)
-    world.run_cycles(20)
-    assert _step_timeout(world) == after
-    changed = next(event for event in world.events if event.reason == "TemplateChanged")
+    cluster = FakeCluster()
+    cluster.submit(stepTimeoutSeconds=before)
+    cluster.run_cycles(10)
+    assert _step_timeout(cluster) == before
+    cluster.edit(stepTimeoutSeconds=after)
+    cluster.run_cycles(20)
+    assert _step_timeout(cluster) == after
+    changed = next(event for event in cluster.events if event.reason == "TemplateChanged")
     assert changed.message.endswith("1 pod of the template before is left, replaced one by one")
-    world.run_cycles(5)
-    assert world.writes == []
+    cluster.run_cycles(5)
+    assert cluster.writes == []
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_a_cap_with_which_the_job_can_run_is_not_reported(replicas: int | None) 
     assert "ReplicaLimitTooLow" not in [event.reason for event in actions.events]
 
 
-def _step_timeout(world: World) -> int | None:
+def _step_timeout(cluster: FakeCluster) -> int | None:
     """Return the step timeout of the replicas that train. None if they have none."""
-    assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING]
-    (pod,) = world.live_pods
+    assert [agent.state for agent in cluster.agents.values()] == [ReplicaState.RUNNING]
+    (pod,) = cluster.live_pods
     environment = {each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]}
     value = environment.get(names.ENV_STEP_TIMEOUT)
     return int(value) if value is not None else None

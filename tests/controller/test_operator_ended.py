@@ -12,6 +12,7 @@ from adascale_controller.operator.observe.observed_job import CheckpointClaim
 from adascale_controller.operator.reconcile.status import REPORTED_FIELDS
 from adascale_controller.operator.types.actions import StatusChange, Stop
 from adascale_core.messages.allocation import Allocation
+from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
     SPEC,
     actions_for,
@@ -23,7 +24,6 @@ from support.observed_jobs import (
     view,
     with_status,
 )
-from support.world import World
 
 TRUE = {"status": "True", "lastTransitionTime": "2027-01-15T08:00:00Z"}
 COMPLETE = {"conditions": [{"type": "Complete", "reason": "Finished", **TRUE}]}
@@ -135,43 +135,43 @@ def test_a_corrected_job_is_no_longer_failed_in_the_metrics_service(replicas: in
     assert actions_for(corrected, decided).allocate == Allocation(5, decided)
 
 
-def complete(world: World) -> None:
+def complete(cluster: FakeCluster) -> None:
     """Have the program of the job finish, and its pods end."""
-    world.service.state = replace(world.service.state, complete=True)
-    for name in list(world.agents):
-        world.finish_program(name)
-    _look(world)
+    cluster.service.state = replace(cluster.service.state, complete=True)
+    for name in list(cluster.agents):
+        cluster.end_pod(name, {"exitCode": 0, "reason": "Completed"}, phase="Succeeded")
+    _look(cluster)
 
 
-def exceed_deadline(world: World) -> None:
+def exceed_deadline(cluster: FakeCluster) -> None:
     """Let the active deadline pass."""
-    world.now += 3600
-    _look(world)
+    cluster.now += 3600
+    _look(cluster)
 
 
-def _look(world: World) -> None:
+def _look(cluster: FakeCluster) -> None:
     for _ in range(3):
-        world.full = True
-        world.expire_missing()
-        world.deliver()
-        world.cycle()
-        world.run_kubelet()
-    world.deliver()
-    world.cycle()
+        cluster.full = True
+        cluster.expire_missing()
+        cluster.deliver()
+        cluster.cycle()
+        cluster.run_kubelet()
+    cluster.deliver()
+    cluster.cycle()
 
 
 @pytest.mark.parametrize("end", [complete, exceed_deadline])
 def test_an_ended_job_is_not_created_again_in_a_metrics_service_that_has_dropped_it(
-    end: Callable[[World], None],
+    end: Callable[[FakeCluster], None],
 ) -> None:
-    world = World()
-    world.submit(maxReplicas=1, activeDeadlineSeconds=3600)
-    world.run_cycles(10)
-    end(world)
-    world.service.lose_data()
+    cluster = FakeCluster()
+    cluster.submit(maxReplicas=1, activeDeadlineSeconds=3600)
+    cluster.run_cycles(10)
+    end(cluster)
+    cluster.service.lose_data()
     for _ in range(3):
-        world.full = True
-        world.deliver()
-        world.cycle()
-        assert set(world.writes) <= {"status"}
-    assert world.service.list_jobs() == []
+        cluster.full = True
+        cluster.deliver()
+        cluster.cycle()
+        assert set(cluster.writes) <= {"status"}
+    assert cluster.service.list_jobs() == []

@@ -17,7 +17,7 @@ from adascale_controller.validation import validate_document
 from adascale_core import names
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.decision import LimitKind, LimitView
-from controller.conftest import SETTINGS, SPOT, Cluster
+from controller.conftest import SETTINGS, SPOT, ClusterWithPriorities
 from support.observed_jobs import (
     NOW,
     ON_GPU,
@@ -38,72 +38,73 @@ Object = dict[str, Any]
 # -- pods --------------------------------------------------------------------------------------------------
 
 
-def test_a_job_grows_by_extra_pods_and_gives_them_back(cluster: Cluster) -> None:
-    cluster.world.submit(minReplicas=2, opportunistic=SPOT)
-    cluster.world.run_cycles(15)
+def test_a_job_grows_by_extra_pods_and_gives_them_back(cluster: ClusterWithPriorities) -> None:
+    cluster.submit(minReplicas=2, opportunistic=SPOT)
+    cluster.run_cycles(15)
     assert cluster.sizes == (2, 2)
-    assert (cluster.world.status["replicas"], cluster.world.status["extraReplicas"]) == (4, 2)
-    core = {raw["metadata"]["uid"] for raw in cluster.world.live_pods if raw["spec"]["priority"] == 100}
+    assert (cluster.status["replicas"], cluster.status["extraReplicas"]) == (4, 2)
+    core = {raw["metadata"]["uid"] for raw in cluster.live_pods if raw["spec"]["priority"] == 100}
     cluster.decide(3)
     assert cluster.sizes == (2, 1)
     cluster.decide(2)
     assert cluster.sizes == (2, 0)
-    assert (cluster.world.status["replicas"], cluster.world.status["extraReplicas"]) == (2, 0)
-    assert {raw["metadata"]["uid"] for raw in cluster.world.live_pods} == core
+    assert (cluster.status["replicas"], cluster.status["extraReplicas"]) == (2, 0)
+    assert {raw["metadata"]["uid"] for raw in cluster.live_pods} == core
     cluster.decide(4)
     assert cluster.sizes == (2, 2)
-    assert (cluster.world.status["disruptions"], cluster.world.status["failures"]) == (0, 0)
+    assert (cluster.status["disruptions"], cluster.status["failures"]) == (0, 0)
 
 
 # -- losses ------------------------------------------------------------------------------------------------
 
 
-def test_extra_pods_that_are_taken_leave_the_core_as_it_is(cluster: Cluster) -> None:
-    world = cluster.world
-    world.submit(opportunistic=SPOT)
-    world.run_cycles(15)
-    world.node_slots = 1
+def test_extra_pods_that_are_taken_leave_the_core_as_it_is(cluster: ClusterWithPriorities) -> None:
+    cluster.submit(opportunistic=SPOT)
+    cluster.run_cycles(15)
+    cluster.node_slots = 1
     for name in cluster.extra_pods():
-        world.terminate_pod(name)
-    world.run_cycles(5)
+        cluster.terminate_pod(name)
+    cluster.run_cycles(5)
     assert cluster.sizes[0] == 1
-    assert cluster.world.status["replicas"] == 1
-    reasons = [event.reason for event in world.events]
+    assert cluster.status["replicas"] == 1
+    reasons = [event.reason for event in cluster.events]
     assert "ExtraPodsTaken" in reasons
     assert "ReplicaLost" not in reasons
     cluster.decide(1)
     assert cluster.sizes == (1, 0)
-    world.node_slots = 4
+    cluster.node_slots = 4
     cluster.decide(4)
-    assert (cluster.world.status["replicas"], cluster.world.status["failures"]) == (4, 0)
+    assert (cluster.status["replicas"], cluster.status["failures"]) == (4, 0)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_lost_core_pod_is_replaced_while_extra_pods_train(cluster: Cluster, restarts: bool) -> None:
-    world = cluster.world
-    world.submit(opportunistic=SPOT)
-    world.run_cycles(15)
+def test_a_lost_core_pod_is_replaced_while_extra_pods_train(
+    cluster: ClusterWithPriorities, restarts: bool
+) -> None:
+    cluster.submit(opportunistic=SPOT)
+    cluster.run_cycles(15)
     extra = set(cluster.extra_pods())
-    world.evict_pod(next(name for name in world.agents if name not in extra))
+    cluster.evict_pod(next(name for name in cluster.agents if name not in extra))
     if restarts:
-        world.start_operator()
-    world.run_cycles(15)
-    assert cluster.world.status["replicas"] == 4
+        cluster.start_operator()
+    cluster.run_cycles(15)
+    assert cluster.status["replicas"] == 4
     assert set(cluster.extra_pods()) == extra
-    assert [event.reason for event in world.events].count("ReplicaLost") == 1
+    assert [event.reason for event in cluster.events].count("ReplicaLost") == 1
 
 
-def test_an_edit_of_the_smallest_count_replaces_the_pods_with_another_priority(cluster: Cluster) -> None:
-    world = cluster.world
-    world.submit(opportunistic=SPOT)
-    world.run_cycles(15)
+def test_an_edit_of_the_smallest_count_replaces_the_pods_with_another_priority(
+    cluster: ClusterWithPriorities,
+) -> None:
+    cluster.submit(opportunistic=SPOT)
+    cluster.run_cycles(15)
     assert cluster.sizes == (1, 3)
-    before = set(world.uids)
-    world.edit(minReplicas=2)
-    world.run_cycles(30)
+    before = set(cluster.uids)
+    cluster.edit(minReplicas=2)
+    cluster.run_cycles(30)
     assert cluster.sizes == (2, 2)
-    assert len(before & set(world.uids)) == 3
-    assert (world.status["replicas"], world.status["failures"]) == (4, 0)
+    assert len(before & set(cluster.uids)) == 3
+    assert (cluster.status["replicas"], cluster.status["failures"]) == (4, 0)
 
 
 def test_no_pod_is_removed_before_its_trainer_has_left_when_extra_pods_are_introduced() -> None:
@@ -114,20 +115,21 @@ def test_no_pod_is_removed_before_its_trainer_has_left_when_extra_pods_are_intro
     assert left == {"delete": ["digits-0", "digits-1", "digits-2"]}
 
 
-def test_a_failed_job_keeps_its_ended_pods_and_a_suspended_job_has_none(cluster: Cluster) -> None:
-    world = cluster.world
-    world.submit(opportunistic=SPOT, backoffLimit=0)
-    world.run_cycles(15)
-    world.edit(suspend=True)
-    world.run_cycles(15)
-    assert (world.status["state"], cluster.sizes) == ("Suspended", (0, 0))
-    world.edit(suspend=False)
-    world.run_cycles(15)
-    assert world.status["replicas"] == 4
-    world.fail_program(cluster.extra_pods()[0])
-    world.run_cycles(15)
-    assert (world.status["state"], world.live_pods) == ("Failed", [])
-    assert len(world.objects[Resource.PODS]) == 4, "with their logs"
+def test_a_failed_job_keeps_its_ended_pods_and_a_suspended_job_has_none(
+    cluster: ClusterWithPriorities,
+) -> None:
+    cluster.submit(opportunistic=SPOT, backoffLimit=0)
+    cluster.run_cycles(15)
+    cluster.edit(suspend=True)
+    cluster.run_cycles(15)
+    assert (cluster.status["state"], cluster.sizes) == ("Suspended", (0, 0))
+    cluster.edit(suspend=False)
+    cluster.run_cycles(15)
+    assert cluster.status["replicas"] == 4
+    cluster.fail_program(cluster.extra_pods()[0])
+    cluster.run_cycles(15)
+    assert (cluster.status["state"], cluster.live_pods) == ("Failed", [])
+    assert len(cluster.objects[Resource.PODS]) == 4, "with their logs"
 
 
 def test_a_count_is_recorded_with_the_first_extra_pods() -> None:
@@ -139,46 +141,52 @@ def test_a_count_is_recorded_with_the_first_extra_pods() -> None:
 # -- PriorityClasses ---------------------------------------------------------------------------------------
 
 
-def test_without_its_priority_class_a_job_trains_on_its_core_and_says_why(cluster: Cluster) -> None:
+def test_without_its_priority_class_a_job_trains_on_its_core_and_says_why(
+    cluster: ClusterWithPriorities,
+) -> None:
     del cluster.priorities["spot"]
-    cluster.world.submit(opportunistic=SPOT)
-    cluster.world.run_cycles(15)
+    cluster.submit(opportunistic=SPOT)
+    cluster.run_cycles(15)
     assert cluster.sizes == (1, 0)
-    rescaling = cluster.world.condition("Rescaling")
+    rescaling = cluster.condition("Rescaling")
     assert (rescaling["status"], rescaling["reason"]) == ("False", "ExtraPodsRejected")
     assert rescaling["message"] == (
         "No extra pods are made: the API server rejects extra pods: no PriorityClass with name spot was "
         "found. Create PriorityClass spot, or change spec.opportunistic.priorityClassName"
     )
-    assert [event.reason for event in cluster.world.events].count("ExtraPodsRejected") == 1
+    assert [event.reason for event in cluster.events].count("ExtraPodsRejected") == 1
     cluster.priorities["spot"] = -10
-    cluster.world.now += ADMISSION_RETRY_INTERVAL
-    cluster.world.run_cycles(15)
+    cluster.now += ADMISSION_RETRY_INTERVAL
+    cluster.run_cycles(15)
     assert cluster.sizes == (1, 3)
 
 
-def test_a_priority_that_is_not_lower_than_that_of_the_core_is_an_error(cluster: Cluster) -> None:
+def test_a_priority_that_is_not_lower_than_that_of_the_core_is_an_error(
+    cluster: ClusterWithPriorities,
+) -> None:
     cluster.priorities["spot"] = 100
-    cluster.world.submit(opportunistic=SPOT)
-    cluster.world.run_cycles(15)
+    cluster.submit(opportunistic=SPOT)
+    cluster.run_cycles(15)
     assert cluster.sizes == (1, 0)
-    assert cluster.world.condition("Rescaling")["message"] == (
+    assert cluster.condition("Rescaling")["message"] == (
         "No extra pods are made: PriorityClass spot of extra pods has the priority 100, which is not lower "
         "than that of the other pods, 100: name a lower one in spec.opportunistic.priorityClassName, or a "
         "higher one in spec.template.spec.priorityClassName"
     )
 
 
-def test_extra_pods_that_run_stay_when_their_priority_class_is_deleted(cluster: Cluster) -> None:
-    cluster.world.submit(opportunistic=SPOT)
-    cluster.world.run_cycles(15)
+def test_extra_pods_that_run_stay_when_their_priority_class_is_deleted(
+    cluster: ClusterWithPriorities,
+) -> None:
+    cluster.submit(opportunistic=SPOT)
+    cluster.run_cycles(15)
     running = set(cluster.extra_pods())
     del cluster.priorities["spot"]
-    cluster.world.start_operator()
-    cluster.world.run_cycles(15)
-    assert cluster.world.condition("Rescaling")["reason"] == "ExtraPodsRejected"
+    cluster.start_operator()
+    cluster.run_cycles(15)
+    assert cluster.condition("Rescaling")["reason"] == "ExtraPodsRejected"
     assert set(cluster.extra_pods()) == running
-    assert cluster.world.status["replicas"] == 4
+    assert cluster.status["replicas"] == 4
 
 
 # -- the decision ------------------------------------------------------------------------------------------

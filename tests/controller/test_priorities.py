@@ -12,8 +12,8 @@ from adascale_controller.operator.schedule.scheduler import MAX_HOLD, Scheduler
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.schedule import capacity_requests
 from adascale_core.decision.decide import Decision
+from support.fake_cluster import FakeCluster
 from support.observed_jobs import GPU, NOW, ON_GPU, SPEC, decided, job, new_job, node, observed, pod, view
-from support.world import World
 
 Object = dict[str, Any]
 
@@ -28,40 +28,42 @@ def other_pod(priority: int) -> Object:
     }
 
 
-def crowded(taken_by: int, **admitted: Any) -> World:
-    """Return a world whose only node is taken by a pod of a priority; jobs get these fields at admission."""
-    world = World(types=["a100"], node_slots=1, admit=lambda pod: {**pod, "spec": pod["spec"] | admitted})
-    world.create(Resource.PODS, other_pod(taken_by))
-    world.submit()
-    return world
+def crowded(taken_by: int, **admitted: Any) -> FakeCluster:
+    """Return a cluster whose only node is taken by a pod of a priority; pods get fields at admission."""
+    cluster = FakeCluster(
+        types=["a100"], node_slots=1, admit=lambda pod: {**pod, "spec": pod["spec"] | admitted}
+    )
+    cluster.add(Resource.PODS, other_pod(taken_by))
+    cluster.submit()
+    return cluster
 
 
 # -- pods of others ----------------------------------------------------------------------------------------
 
 
 def test_the_smallest_count_is_requested_where_pods_of_lower_priority_can_be_preempted() -> None:
-    world = crowded(0, priority=1000)
-    world.run_cycles(5)
-    assert len(world.live_pods) == 1, "the scheduler needs a pending pod to preempt for"
-    assert world.condition()["reason"] == "Preempting"
-    assert world.condition()["message"].startswith(
+    cluster = crowded(0, priority=1000)
+    cluster.run_cycles(5)
+    assert len(cluster.live_pods) == 1, "the scheduler needs a pending pod to preempt for"
+    assert cluster.condition()["reason"] == "Preempting"
+    assert cluster.condition()["message"].startswith(
         "1 replica does not fit, and is requested so that pods of lower priority are preempted, for 5 min 0 s"
     )
-    world.delete(Resource.PODS, "other")
-    world.run_cycles(5)
-    assert world.condition()["reason"] == "Training"
+    cluster.remove(Resource.PODS, "other")
+    cluster.run_cycles(5)
+    assert cluster.condition()["reason"] == "Training"
 
 
 def test_a_request_is_recorded_whose_pods_are_placed_at_once() -> None:
-    world = crowded(0, priority=1000)
+    cluster = crowded(0, priority=1000)
     for _ in range(5):
-        if not world.live_pods:
-            world.run_cycles(1)
-    assert world.condition()["reason"] == "Preempting"
-    world.delete(Resource.PODS, "other")
-    world.run_cycles(5)
-    assert world.condition()["reason"] == "Training"
-    assert "Preempting" in [event.reason for event in world.events]
+        if not cluster.live_pods:
+            cluster.run_cycles(1)
+    assert cluster.condition()["reason"] == "Preempting"
+    cluster.remove(Resource.PODS, "other")
+    cluster.run_cycles(5)
+    assert cluster.condition()["reason"] == "Training"
+    assert "Preempting" in [event.reason for event in cluster.events]
 
 
 @pytest.mark.parametrize(
@@ -74,25 +76,25 @@ def test_a_request_is_recorded_whose_pods_are_placed_at_once() -> None:
     ],
 )
 def test_pods_that_can_not_be_preempted_are_not_free(priority: int, admitted: Object) -> None:
-    world = crowded(priority, **admitted)
-    world.run_cycles(5)
-    assert world.live_pods == []
-    assert world.condition()["reason"] == "InsufficientCapacity"
+    cluster = crowded(priority, **admitted)
+    cluster.run_cycles(5)
+    assert cluster.live_pods == []
+    assert cluster.condition()["reason"] == "InsufficientCapacity"
 
 
 def test_a_preemption_that_does_not_happen_is_given_up_and_not_requested_again_at_once() -> None:
-    world = crowded(0, priority=1000)
-    world.run_cycles(5)
-    world.now += capacity_requests.PREEMPTION.timeout
-    world.run_cycles(5)
-    assert world.live_pods == []
+    cluster = crowded(0, priority=1000)
+    cluster.run_cycles(5)
+    cluster.now += capacity_requests.PREEMPTION.timeout
+    cluster.run_cycles(5)
+    assert cluster.live_pods == []
     assert (
         "were not placed within 5 min 0 s; the next request is 5 min 0 s later"
-        in world.condition()["message"]
+        in cluster.condition()["message"]
     )
-    world.now += capacity_requests.FIRST_REQUEST_PAUSE
-    world.run_cycles(5)
-    assert len(world.live_pods) == 1
+    cluster.now += capacity_requests.FIRST_REQUEST_PAUSE
+    cluster.run_cycles(5)
+    assert len(cluster.live_pods) == 1
 
 
 # -- AdaScaleJobs among each other --------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from adascale_controller.operator.observe.observed_job import QueueView
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import QueueReader, confirmed
 from adascale_controller.operator.schedule.quota import of_job, read_queues, unused_quota
+from support.fake_api_server import FakeApiServer
 from support.fake_cluster import FakeCluster
-from support.world import World
 
 GPU = "nvidia.com/gpu"
 FLAVOR = ("h100", GPU)
@@ -165,8 +165,8 @@ def test_a_read_that_fails_is_not_repeated_at_once(error: Exception, monkeypatch
     async def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(FakeCluster, "list_kueue", fail)
-    reader = QueueReader(FakeCluster(World()))
+    monkeypatch.setattr(FakeApiServer, "list_kueue", fail)
+    reader = QueueReader(FakeApiServer())
     with suppress(ValueError):
         asyncio.run(reader.read({"team"}))
     assert not reader.is_due()
@@ -175,23 +175,23 @@ def test_a_read_that_fails_is_not_repeated_at_once(error: Exception, monkeypatch
 def test_the_queues_of_jobs_that_have_ended_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
 
-    async def read(_: FakeCluster, plural: str, namespace: str | None = None) -> list[Any]:
+    async def read(_: FakeApiServer, plural: str, namespace: str | None = None) -> list[Any]:
         reads.append(plural)
         return []
 
-    monkeypatch.setattr(FakeCluster, "list_kueue", read)
+    monkeypatch.setattr(FakeApiServer, "list_kueue", read)
     monkeypatch.setattr(lookup_fetcher, "QUEUE_INTERVAL", 0.0)
-    world = World()
-    world.submit(activeDeadlineSeconds=60)
-    world.enter_queue()
-    world.run_cycles(5)
+    cluster = FakeCluster()
+    cluster.submit(activeDeadlineSeconds=60)
+    cluster.enter_queue()
+    cluster.run_cycles(5)
     assert reads
-    world.now += 60
-    world.full = True
-    world.run_cycles(5)
-    assert world.status["state"] == "Failed"
+    cluster.now += 60
+    cluster.full = True
+    cluster.run_cycles(5)
+    assert cluster.status["state"] == "Failed"
     reads.clear()
-    world.run_cycles(5)
+    cluster.run_cycles(5)
     assert reads == []
 
 

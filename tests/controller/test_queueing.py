@@ -25,6 +25,7 @@ from adascale_controller.operator.types.settings import (
     Queueing,
 )
 from adascale_core.messages.allocation import Allocation
+from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
     ON_CPU,
     SPEC,
@@ -40,7 +41,6 @@ from support.observed_jobs import (
     view,
     writes,
 )
-from support.world import World
 
 QUEUED = Queueing({QUEUE_NAME: "gpus"})
 GATED = PodProblem(Reason.QUEUED, "waiting for Kueue to reserve quota")
@@ -252,15 +252,15 @@ def test_a_decision_stays_within_the_quota_and_says_so() -> None:
     )
 
 
-# -- in a world with Kueue ---------------------------------------------------------------------------------
+# -- in a cluster with Kueue ---------------------------------------------------------------------------------
 
 
 class Kueue:
-    """Gates the pods of a world, and admits them by a quota: those of a group together."""
+    """Gates the pods of a cluster, and admits them by a quota: those of a group together."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.quota = world, 0
-        world.admit = self._gate
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster, self.quota = cluster, 0
+        cluster.admit = self._gate
 
     @staticmethod
     def _gate(raw: dict[str, Any]) -> dict[str, Any]:
@@ -270,16 +270,16 @@ class Kueue:
     def run(self, cycles: int = 15) -> None:
         for _ in range(cycles):
             self._admit()
-            self.world.run_cycles(1)
+            self.cluster.run_cycles(1)
 
     def take(self, *ranks: int) -> None:
         """Delete pods, as Kueue does if it preempts them."""
-        for raw in self.world.live_pods:
+        for raw in self.cluster.live_pods:
             if int(raw["metadata"]["name"].split("-")[1]) in ranks:
-                self.world.terminate_pod(raw["metadata"]["name"])
+                self.cluster.terminate_pod(raw["metadata"]["name"])
 
     def _admit(self) -> None:
-        pods = self.world.live_pods
+        pods = self.cluster.live_pods
         waiting = [raw for raw in pods if raw["spec"]["schedulingGates"]]
         used = len(pods) - len(waiting)
         while waiting:
@@ -288,40 +288,46 @@ class Kueue:
             if len(members) == size and used + size <= self.quota:
                 used += size
                 for raw in members:
-                    self.world.write(Resource.PODS, {**raw, "spec": {**raw["spec"], "schedulingGates": []}})
+                    self.cluster.write(Resource.PODS, {**raw, "spec": {**raw["spec"], "schedulingGates": []}})
 
 
 @pytest.mark.usefixtures("decided")
 def test_a_job_waits_for_the_quota_of_its_smallest_count_grows_loses_pods_and_all_and_comes_back() -> None:
-    world = World()
-    kueue = Kueue(world)
-    world.submit(minReplicas=2)
-    world.enter_queue()
+    cluster = FakeCluster()
+    kueue = Kueue(cluster)
+    cluster.submit(minReplicas=2)
+    cluster.enter_queue()
     for quota, taken, replicas in ((1, (), 0), (2, (), 2), (4, (), 4), (2, (2, 3), 2), (4, (), 4)):
         kueue.quota = quota
         kueue.take(*taken)
         kueue.run()
-        assert (world.status["replicas"], len(world.agents)) == (replicas, replicas)
+        assert (cluster.status["replicas"], len(cluster.agents)) == (replicas, replicas)
     kueue.quota = 0
     kueue.take(0, 1, 2, 3)
     kueue.run()
-    assert (world.status["state"], world.condition()["reason"], world.agents) == ("Pending", "Queued", {})
+    assert (cluster.status["state"], cluster.condition()["reason"], cluster.agents) == (
+        "Pending",
+        "Queued",
+        {},
+    )
     kueue.quota = 4
     kueue.run()
-    assert (world.status["replicas"], world.status["failures"]) == (4, 0)
+    assert (cluster.status["replicas"], cluster.status["failures"]) == (4, 0)
 
 
 def test_the_group_of_a_job_that_is_deleted_is_given_up() -> None:
-    world = World()
-    kueue = Kueue(world)
-    world.submit(minReplicas=2)
-    world.enter_queue()
+    cluster = FakeCluster()
+    kueue = Kueue(cluster)
+    cluster.submit(minReplicas=2)
+    cluster.enter_queue()
     kueue.quota = 2
     kueue.run()
-    for raw in world.live_pods:
-        world.write(Resource.PODS, {**raw, "metadata": {**raw["metadata"], "finalizers": [KUEUE_FINALIZER]}})
-    group = {raw["metadata"]["labels"][POD_GROUP] for raw in world.live_pods}
-    world.delete(Resource.ADASCALEJOBS, "digits")
-    world.deliver()
-    world.cycle()
-    assert {f"delete Workload {name}" for name in group} <= set(world.writes)
+    for raw in cluster.live_pods:
+        cluster.write(
+            Resource.PODS, {**raw, "metadata": {**raw["metadata"], "finalizers": [KUEUE_FINALIZER]}}
+        )
+    group = {raw["metadata"]["labels"][POD_GROUP] for raw in cluster.live_pods}
+    cluster.remove(Resource.ADASCALEJOBS, "digits")
+    cluster.deliver()
+    cluster.cycle()
+    assert {f"delete Workload {name}" for name in group} <= set(cluster.writes)

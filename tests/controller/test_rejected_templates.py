@@ -14,9 +14,9 @@ from adascale_controller.operator.observe.observed_job import Observer
 from adascale_controller.operator.runtime.work_queue import MAX_RETRY_INTERVAL
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType
 from adascale_controller.operator.types.settings import OperatorSettings
+from support.fake_api_server import FakeApiServer
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import actions_for, condition, job, observed, view
-from support.world import World
 
 REJECTION = 'spec.template: spec.containers[0].volumeMounts[0].name: Not found: "data"'
 
@@ -85,40 +85,40 @@ QUOTA = 'pods "digits-0-0" is forbidden: exceeded quota: few, requested: pods=1'
 def test_a_job_whose_pods_are_forbidden_says_so_until_it_is_allowed(
     reply: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forbidden, create = ["digits-0-0"], FakeCluster.create_pod
+    forbidden, create = ["digits-0-0"], FakeApiServer.create_pod
 
-    async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject | None:
+    async def refuse(fake: FakeApiServer, manifest: ApiObject) -> ApiObject | None:
         if manifest["metadata"]["name"] in forbidden:
             raise ApiServerError(f"rejects it: {reply}", 403, reply)
         return await create(fake, manifest)
 
-    monkeypatch.setattr(FakeCluster, "create_pod", refuse)
-    world = World()
-    world.submit()
-    world.run_cycles(10)
-    assert running(world) == ("False", reason, reply)
-    assert [event.reason for event in world.events].count(reason) == 1
+    monkeypatch.setattr(FakeApiServer, "create_pod", refuse)
+    cluster = FakeCluster()
+    cluster.submit()
+    cluster.run_cycles(10)
+    assert running(cluster) == ("False", reason, reply)
+    assert [event.reason for event in cluster.events].count(reason) == 1
     forbidden.clear()
-    world.now += MAX_RETRY_INTERVAL
-    world.run_cycles(10)
-    assert running(world)[1] == "Training"
+    cluster.now += MAX_RETRY_INTERVAL
+    cluster.run_cycles(10)
+    assert running(cluster)[1] == "Training"
 
 
 def test_a_refusal_whose_text_differs_each_time_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts: list[float] = []
 
-    async def refuse(_: FakeCluster, manifest: ApiObject) -> ApiObject | None:
-        attempts.append(world.now)
+    async def refuse(_: FakeApiServer, manifest: ApiObject) -> ApiObject | None:
+        attempts.append(cluster.now)
         raise ApiServerError("rejects it", 403, f"denied by a policy, request {len(attempts)}")
 
-    monkeypatch.setattr(FakeCluster, "create_pod", refuse)
-    world = World()
-    world.submit()
-    world.run_cycles(100)
+    monkeypatch.setattr(FakeApiServer, "create_pod", refuse)
+    cluster = FakeCluster()
+    cluster.submit()
+    cluster.run_cycles(100)
     assert len(attempts) <= 10, attempts
-    assert running(world) == ("False", "PodCreationFailed", "denied by a policy, request 1")
+    assert running(cluster) == ("False", "PodCreationFailed", "denied by a policy, request 1")
 
 
-def running(world: World) -> tuple[str, str, str]:
-    found = world.condition()
+def running(cluster: FakeCluster) -> tuple[str, str, str]:
+    found = cluster.condition()
     return found["status"], found["reason"], found["message"]

@@ -13,7 +13,8 @@ from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.schedule import capacity_requests
 from adascale_core import names
 from adascale_core.messages.reports import GainReport, StepTime
-from support.world import GPU, World
+from support.fake_api_server import GPU
+from support.fake_cluster import FakeCluster
 
 Object = dict[str, Any]
 
@@ -21,23 +22,23 @@ Object = dict[str, Any]
 class Autoscaler:
     """Adds a node of one GPU for each pod that can't be scheduled, up to a number of nodes."""
 
-    def __init__(self, world: World, most: int) -> None:
-        self._world = world
+    def __init__(self, cluster: FakeCluster, most: int) -> None:
+        self._cluster = cluster
         self._most = most
-        for name in list(world.objects[Resource.NODES]):
-            world.remove_node(name)
+        for name in list(cluster.objects[Resource.NODES]):
+            cluster.remove_node(name)
 
     @property
     def nodes(self) -> int:
-        return len(self._world.objects[Resource.NODES])
+        return len(self._cluster.objects[Resource.NODES])
 
     def run(self, cycles: int = 10) -> None:
         for _ in range(cycles):
-            pending = [raw for raw in self._world.live_pods if "nodeName" not in raw["spec"]]
+            pending = [raw for raw in self._cluster.live_pods if "nodeName" not in raw["spec"]]
             unschedulable = [raw for raw in pending if raw["status"].get("conditions")]
             if unschedulable and self.nodes < self._most:
                 self._add(f"node{self.nodes}")
-            self._world.run_cycles(1)
+            self._cluster.run_cycles(1)
 
     def _add(self, name: str) -> None:
         meta = {"name": name, "labels": {names.DEFAULT_ACCELERATOR_LABEL: "a100"}}
@@ -45,34 +46,34 @@ class Autoscaler:
             "conditions": [{"type": "Ready", "status": "True"}],
             "allocatable": {GPU: "1", "pods": "110"},
         }
-        self._world.create(Resource.NODES, {"metadata": meta, "spec": {}, "status": status})
+        self._cluster.add(Resource.NODES, {"metadata": meta, "spec": {}, "status": status})
 
 
-def report(world: World, replicas: int) -> None:
+def report(cluster: FakeCluster, replicas: int) -> None:
     """Report a step that shows that more replicas are worth much."""
-    active = world.service.state.view(1).active
+    active = cluster.service.state.view(1).active
     assert active is not None
     sizes = (4, 16)
-    world.service.step_times = tuple(
+    cluster.service.step_times = tuple(
         StepTime(replicas, size, 1, 0.01 + 0.01 * size, accelerator="a100") for size in sizes
     )
     scale = float(replicas)
-    world.service.post(
+    cluster.service.post(
         GainReport(
             *(active.generation, 9, 9.0, 0, replicas, 4, 1, scale, scale),
             grad_sqr=1.0,
             grad_var=1000.0,
             step_time=0.05,
-            time=world.now,
+            time=cluster.now,
             accelerator="a100",
         )
     )
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """A world whose operator requests nodes, and measures durations on the world's clock."""
-    made = World(types=["a100"], node_slots=1, request_nodes=True)
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    """A cluster whose operator requests nodes, and measures durations on the cluster's clock."""
+    made = FakeCluster(types=["a100"], node_slots=1, request_nodes=True)
     clock = SimpleNamespace(monotonic=lambda: made.now, thread_time=time.thread_time, time=time.time)
     for module in (scheduler, candidate):
         monkeypatch.setattr(module, "time", clock)
@@ -80,73 +81,75 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_without_the_option_nothing_is_requested() -> None:
-    world = World(types=["a100"], node_slots=1)
-    autoscaler = Autoscaler(world, most=3)
-    world.submit()
+    cluster = FakeCluster(types=["a100"], node_slots=1)
+    autoscaler = Autoscaler(cluster, most=3)
+    cluster.submit()
     autoscaler.run()
-    assert (autoscaler.nodes, world.live_pods) == (0, [])
-    assert world.condition()["reason"] == "InsufficientCapacity"
+    assert (autoscaler.nodes, cluster.live_pods) == (0, [])
+    assert cluster.condition()["reason"] == "InsufficientCapacity"
 
 
 @pytest.mark.parametrize("by_job", [True, False])
 def test_the_smallest_count_is_requested_where_a_pool_has_no_nodes(by_job: bool) -> None:
-    world = World(types=["a100"], node_slots=1, request_nodes=not by_job)
-    autoscaler = Autoscaler(world, most=2)
-    world.submit(minReplicas=2, requestNodes=True if by_job else None)
-    world.run_cycles(5)
-    assert world.condition()["reason"] == "NodesRequested"
-    assert world.condition()["message"].startswith(
+    cluster = FakeCluster(types=["a100"], node_slots=1, request_nodes=not by_job)
+    autoscaler = Autoscaler(cluster, most=2)
+    cluster.submit(minReplicas=2, requestNodes=True if by_job else None)
+    cluster.run_cycles(5)
+    assert cluster.condition()["reason"] == "NodesRequested"
+    assert cluster.condition()["message"].startswith(
         "2 replicas do not fit, and are requested so that an autoscaler adds nodes, for 10 min 0 s at most: "
     )
     autoscaler.run(20)
     assert autoscaler.nodes == 2
-    assert world.condition()["reason"] == "Training"
+    assert cluster.condition()["reason"] == "Training"
 
 
 def test_a_job_may_refuse_what_the_operator_allows() -> None:
-    world = World(types=["a100"], node_slots=1, request_nodes=True)
-    autoscaler = Autoscaler(world, most=2)
-    world.submit(requestNodes=False)
+    cluster = FakeCluster(types=["a100"], node_slots=1, request_nodes=True)
+    autoscaler = Autoscaler(cluster, most=2)
+    cluster.submit(requestNodes=False)
     autoscaler.run()
     assert autoscaler.nodes == 0
 
 
 def test_a_request_without_success_is_given_up_and_repeated_after_a_pause_that_doubles() -> None:
-    world = World(types=["a100"], node_slots=1, request_nodes=True)
-    autoscaler = Autoscaler(world, most=0)
-    world.submit()
+    cluster = FakeCluster(types=["a100"], node_slots=1, request_nodes=True)
+    autoscaler = Autoscaler(cluster, most=0)
+    cluster.submit()
     for pause in ("5 min 0 s", "10 min 0 s"):
         autoscaler.run(5)
-        assert len(world.live_pods) == 1
-        world.now += capacity_requests.NODES.timeout
+        assert len(cluster.live_pods) == 1
+        cluster.now += capacity_requests.NODES.timeout
         autoscaler.run(5)
-        assert world.live_pods == []
-        assert f"the next request is {pause} later" in world.condition()["message"]
+        assert cluster.live_pods == []
+        assert f"the next request is {pause} later" in cluster.condition()["message"]
         autoscaler.run(5)
-        assert world.writes == []
-        world.now += 2 * capacity_requests.FIRST_REQUEST_PAUSE
+        assert cluster.writes == []
+        cluster.now += 2 * capacity_requests.FIRST_REQUEST_PAUSE
 
 
-def test_a_job_that_would_use_more_replicas_requests_one_step_of_growth_at_a_time(world: World) -> None:
-    autoscaler = Autoscaler(world, most=2)
-    world.submit(maxReplicas=8)
+def test_a_job_that_would_use_more_replicas_requests_one_step_of_growth_at_a_time(
+    cluster: FakeCluster,
+) -> None:
+    autoscaler = Autoscaler(cluster, most=2)
+    cluster.submit(maxReplicas=8)
     autoscaler.run(20)
-    assert world.condition()["reason"] == "Training"
-    report(world, 1)
-    world.run_cycles(8)
-    assert world.condition("Rescaling")["reason"] == "NodesRequested"
-    assert world.condition()["message"] == "Training on 1 replica"
-    assert len(world.live_pods) == 2
+    assert cluster.condition()["reason"] == "Training"
+    report(cluster, 1)
+    cluster.run_cycles(8)
+    assert cluster.condition("Rescaling")["reason"] == "NodesRequested"
+    assert cluster.condition()["message"] == "Training on 1 replica"
+    assert len(cluster.live_pods) == 2
     autoscaler.run(10)
     assert autoscaler.nodes == 2
-    assert world.condition()["message"] == "Training on 2 replicas"
-    report(world, 2)
+    assert cluster.condition()["message"] == "Training on 2 replicas"
+    report(cluster, 2)
     autoscaler.run(60)
-    assert world.condition("Rescaling")["reason"] == "NodesRequested"
-    assert world.condition()["message"] == "Training on 2 replicas"
-    pods = len(world.live_pods)
+    assert cluster.condition("Rescaling")["reason"] == "NodesRequested"
+    assert cluster.condition()["message"] == "Training on 2 replicas"
+    pods = len(cluster.live_pods)
     assert pods > 2
-    world.now += capacity_requests.NODES.timeout
+    cluster.now += capacity_requests.NODES.timeout
     autoscaler.run(10)
-    assert len(world.live_pods) == 2, "it is given up, and training went on"
-    assert world.condition()["message"] == "Training on 2 replicas"
+    assert len(cluster.live_pods) == 2, "it is given up, and training went on"
+    assert cluster.condition()["message"] == "Training on 2 replicas"

@@ -16,10 +16,10 @@ from adascale_controller.operator.schedule import scheduler
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.messages.allocation import Allocation, AllocationView
+from support.fake_api_server import FakeApiServer
 from support.fake_cluster import FakeCluster
 from support.fake_service import FakeService
 from support.observed_jobs import report
-from support.world import World
 
 
 class SlowDecisions:
@@ -58,29 +58,29 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDecisions]:
     found.may_end.set()
 
 
-def training_on_four(decisions: SlowDecisions) -> World:
-    world = World()
-    world.submit()
-    world.run_cycles(20)
-    assert world.service.state.desired == Allocation(1, 4)
-    assert world.status["replicas"] == 4
-    world.writes = []
-    return world
+def training_on_four(decisions: SlowDecisions) -> FakeCluster:
+    cluster = FakeCluster()
+    cluster.submit()
+    cluster.run_cycles(20)
+    assert cluster.service.state.desired == Allocation(1, 4)
+    assert cluster.status["replicas"] == 4
+    cluster.writes = []
+    return cluster
 
 
-def shrink_during_a_decision(world: World, decisions: SlowDecisions) -> Iterator[Callable[[], bool]]:
+def shrink_during_a_decision(cluster: FakeCluster, decisions: SlowDecisions) -> Iterator[Callable[[], bool]]:
     """Have a decision begin, and limit the job to 2 replicas before it ends."""
     begun = decisions.begun
     decisions.may_end.clear()
-    world.edit(maxReplicas=8)
+    cluster.edit(maxReplicas=8)
     yield lambda: decisions.begun > begun
-    world.edit(replicaLimit=2)
-    yield desired(world, 2)
+    cluster.edit(replicaLimit=2)
+    yield desired(cluster, 2)
 
 
-def desired(world: World, replicas: int) -> Callable[[], bool]:
+def desired(cluster: FakeCluster, replicas: int) -> Callable[[], bool]:
     def holds() -> bool:
-        allocation = world.service.state.desired
+        allocation = cluster.service.state.desired
         return allocation is not None and allocation.replicas == replicas
 
     return holds
@@ -89,42 +89,42 @@ def desired(world: World, replicas: int) -> Callable[[], bool]:
 def test_a_job_shrinks_and_lost_pods_are_replaced_while_a_decision_takes_long(
     decisions: SlowDecisions,
 ) -> None:
-    world = training_on_four(decisions)
+    cluster = training_on_four(decisions)
     begun = decisions.begun
 
     def steps() -> Iterator[Callable[[], bool]]:
-        yield from shrink_during_a_decision(world, decisions)
-        pod = next(iter(world.agents))
-        world.evict_pod(pod)
-        yield lambda: f"create pod {pod[:-1]}1" in world.writes
+        yield from shrink_during_a_decision(cluster, decisions)
+        pod = next(iter(cluster.agents))
+        cluster.evict_pod(pod)
+        yield lambda: f"create pod {pod[:-1]}1" in cluster.writes
         assert decisions.ended == begun, "all this was done without a new decision"
         decisions.may_end.set()
         yield lambda: decisions.ended > begun
 
-    run_steps(world, steps())
+    run_steps(cluster, steps())
 
 
 def test_the_metrics_service_knows_a_new_job_before_it_is_decided_about(decisions: SlowDecisions) -> None:
-    world = World()
+    cluster = FakeCluster()
     decisions.may_end.clear()
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.submit()
-        yield lambda: world.service.spec is not None
+        cluster.submit()
+        yield lambda: cluster.service.spec is not None
         assert decisions.ended == 0
-        assert world.service.state.desired is None
-        assert world.job is not None
-        assert "status" not in world.job
+        assert cluster.service.state.desired is None
+        assert cluster.job is not None
+        assert "status" not in cluster.job
         decisions.may_end.set()
-        yield desired(world, 4)
+        yield desired(cluster, 4)
 
-    run_steps(world, steps())
+    run_steps(cluster, steps())
 
 
 def test_reports_are_not_looked_at_while_a_decision_is_made(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = training_on_four(decisions)
+    cluster = training_on_four(decisions)
     loops: list[OperatorLoop] = []
     looks: list[Collection[JobKey]] = []
     look = OperatorLoop._look
@@ -135,11 +135,11 @@ def test_reports_are_not_looked_at_while_a_decision_is_made(
         return await look(loop, keys)
 
     def steps() -> Iterator[Callable[[], bool]]:
-        yield from shrink_during_a_decision(world, decisions)
+        yield from shrink_during_a_decision(cluster, decisions)
         monkeypatch.setattr(OperatorLoop, "_look", recorded_look)
-        wanted = world.service.state.desired
+        wanted = cluster.service.state.desired
         yield lambda: bool(loops) and (loops[-1]._views or {})["team.digits"].desired == wanted
-        world.service.post(report(replicas=2))
+        cluster.service.post(report(replicas=2))
         yield lambda: loops[-1]._queue.has_reported
         cycles = len(looks)
         yield lambda: len(looks) > cycles + 5
@@ -147,28 +147,28 @@ def test_reports_are_not_looked_at_while_a_decision_is_made(
         decisions.may_end.set()
         yield lambda: any(looks[cycles:]) and not loops[-1]._queue.has_reported
 
-    run_steps(world, steps())
+    run_steps(cluster, steps())
 
 
 def test_a_late_decision_does_not_undo_an_edit(decisions: SlowDecisions) -> None:
-    world = training_on_four(decisions)
+    cluster = training_on_four(decisions)
     begun = decisions.begun
 
     def steps() -> Iterator[Callable[[], bool]]:
-        yield from shrink_during_a_decision(world, decisions)
-        world.writes = []
+        yield from shrink_during_a_decision(cluster, decisions)
+        cluster.writes = []
         decisions.may_end.set()
         yield lambda: decisions.ended >= begun + 2
 
-    run_steps(world, steps())
-    world.run_cycles(20)
-    assert desired(world, 2)()
-    assert not [write for write in world.writes if write.startswith("allocate")]
-    assert world.status["replicas"] == 2
+    run_steps(cluster, steps())
+    cluster.run_cycles(20)
+    assert desired(cluster, 2)()
+    assert not [write for write in cluster.writes if write.startswith("allocate")]
+    assert cluster.status["replicas"] == 2
 
 
 def hold_back_allocations(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[threading.Event, threading.Event]:
     """Have the metrics service not answer requested allocations.
 
@@ -176,14 +176,14 @@ def hold_back_allocations(
         the event that lets it answer, and the one that is set once it was asked.
     """
     may_answer, is_asked = threading.Event(), threading.Event()
-    allocate = world.service.allocate
+    allocate = cluster.service.allocate
 
     def slow(job_id: str, allocation: Allocation) -> AllocationView:
         is_asked.set()
         assert may_answer.wait(60)
         return allocate(job_id, allocation)
 
-    monkeypatch.setattr(world.service, "allocate", slow)
+    monkeypatch.setattr(cluster.service, "allocate", slow)
     return may_answer, is_asked
 
 
@@ -192,52 +192,52 @@ def test_a_decision_knows_of_replicas_that_are_being_requested(
 ) -> None:
     """Without that, a job alternates between two counts where requests take longer than decisions."""
     monkeypatch.setattr(control_loop, "APPLY_WAIT", 0.01)
-    world = World()
-    may_answer, is_asked = hold_back_allocations(world, monkeypatch)
+    cluster = FakeCluster()
+    may_answer, is_asked = hold_back_allocations(cluster, monkeypatch)
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.submit()
+        cluster.submit()
         yield is_asked.is_set
         decisions.keeps = True
         ended = decisions.ended
-        world.submit("other")
+        cluster.submit("other")
         yield lambda: decisions.ended > ended
         decisions.may_end.clear()
         begun = decisions.begun
-        world.submit("another")
+        cluster.submit("another")
         yield lambda: decisions.begun > begun
         may_answer.set()
-        yield lambda: bool(world.live_pods)
-        world.edit(backoffLimit=5)
-        yield lambda: world.job is not None and world.status["observedGeneration"] == 2
+        yield lambda: bool(cluster.live_pods)
+        cluster.edit(backoffLimit=5)
+        yield lambda: cluster.job is not None and cluster.status["observedGeneration"] == 2
         decisions.may_end.set()
 
-    run_steps(world, steps())
-    world.run_cycles(5)
-    assert world.service.state.desired == Allocation(1, 4)
+    run_steps(cluster, steps())
+    cluster.run_cycles(5)
+    assert cluster.service.state.desired == Allocation(1, 4)
 
 
 def test_what_is_planned_is_dropped_with_its_job(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_loop, "MAX_CONCURRENT", 1)
-    world = training_on_four(decisions)
-    may_answer, is_asked = hold_back_allocations(world, monkeypatch)
+    cluster = training_on_four(decisions)
+    may_answer, is_asked = hold_back_allocations(cluster, monkeypatch)
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.edit(replicaLimit=2)
+        cluster.edit(replicaLimit=2)
         yield is_asked.is_set
         ended = decisions.ended
-        world.submit("other")
+        cluster.submit("other")
         yield lambda: decisions.ended > ended
-        yield lambda: "adascale_operator_pending_jobs 2.0" in world.metrics.text().decode()
-        world.delete(Resource.ADASCALEJOBS, "other")
-        yield lambda: "adascale_operator_pending_jobs 1.0" in world.metrics.text().decode()
+        yield lambda: "adascale_operator_pending_jobs 2.0" in cluster.metrics.text().decode()
+        cluster.remove(Resource.ADASCALEJOBS, "other")
+        yield lambda: "adascale_operator_pending_jobs 1.0" in cluster.metrics.text().decode()
         may_answer.set()
-        yield desired(world, 2)
+        yield desired(cluster, 2)
 
-    run_steps(world, steps())
-    assert not any(name.startswith("other") for name in world.objects[Resource.PODS])
+    run_steps(cluster, steps())
+    assert not any(name.startswith("other") for name in cluster.objects[Resource.PODS])
 
 
 def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
@@ -245,8 +245,8 @@ def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
 ) -> None:
     """Otherwise the actions of that look, for the state before, would be carried out after it."""
     monkeypatch.setattr(control_loop, "MAX_CONCURRENT", 1)
-    world = training_on_four(decisions)
-    may_answer, is_asked = hold_back_allocations(world, monkeypatch)
+    cluster = training_on_four(decisions)
+    may_answer, is_asked = hold_back_allocations(cluster, monkeypatch)
     looks: list[bool] = []
     look = OperatorLoop._look
 
@@ -261,16 +261,16 @@ def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
         return looked_at
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.edit(replicaLimit=2)
+        cluster.edit(replicaLimit=2)
         yield is_asked.is_set
-        world.submit("other")
-        yield lambda: "adascale_operator_pending_jobs 2.0" in world.metrics.text().decode()
+        cluster.submit("other")
+        yield lambda: "adascale_operator_pending_jobs 2.0" in cluster.metrics.text().decode()
         monkeypatch.setattr(OperatorLoop, "_look", slow_look)
-        other = world.objects[Resource.ADASCALEJOBS]["other"]
-        world.write(Resource.ADASCALEJOBS, {**other, "spec": {**other["spec"], "backoffLimit": 5}})
+        other = cluster.objects[Resource.ADASCALEJOBS]["other"]
+        cluster.write(Resource.ADASCALEJOBS, {**other, "spec": {**other["spec"], "backoffLimit": 5}})
         yield lambda: bool(looks)
 
-    run_steps(world, steps())
+    run_steps(cluster, steps())
     assert looks == [False]
 
 
@@ -278,7 +278,7 @@ def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
 def test_a_slow_metrics_service_delays_no_reaction(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    world = training_on_four(decisions)
+    cluster = training_on_four(decisions)
     may_answer, waiting = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
@@ -289,19 +289,19 @@ def test_a_slow_metrics_service_delays_no_reaction(
 
     def steps() -> Iterator[Callable[[], bool]]:
         if call == "put_decision":
-            world.edit(replicaLimit=2)
+            cluster.edit(replicaLimit=2)
         else:
-            world.delete(Resource.ADASCALEJOBS, "digits")
-            for name in list(world.agents):
-                world.delete_pod(name)
+            cluster.remove(Resource.ADASCALEJOBS, "digits")
+            for name in list(cluster.agents):
+                cluster.remove_pod(name)
         yield waiting.is_set
-        world.submit("other", suspend=True)
-        yield lambda: "status" in world.objects[Resource.ADASCALEJOBS]["other"]
+        cluster.submit("other", suspend=True)
+        yield lambda: "status" in cluster.objects[Resource.ADASCALEJOBS]["other"]
         assert not may_answer.is_set()
         may_answer.set()
 
     try:
-        run_steps(world, steps())
+        run_steps(cluster, steps())
     finally:
         may_answer.set()
 
@@ -310,34 +310,34 @@ def test_a_status_is_written_beside_a_write_that_does_not_end(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(applier, "STATUS_INTERVAL", 0.0)
-    world = training_on_four(decisions)
+    cluster = training_on_four(decisions)
     written: list[float] = []
     waiting = threading.Event()
-    apply_status = FakeCluster.apply_status
+    apply_status = FakeApiServer.apply_status
 
-    async def hang_for_other(self: FakeCluster, job: AdaScaleJob, status: ApiObject) -> ApiObject:
+    async def hang_for_other(self: FakeApiServer, job: AdaScaleJob, status: ApiObject) -> ApiObject:
         if job.name == "other":
             waiting.set()
             await asyncio.Event().wait()
         written.append(status["progress"])
         return await apply_status(self, job, status)
 
-    monkeypatch.setattr(FakeCluster, "apply_status", hang_for_other)
+    monkeypatch.setattr(FakeApiServer, "apply_status", hang_for_other)
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.submit("other", suspend=True)
+        cluster.submit("other", suspend=True)
         yield waiting.is_set
-        world.service.post(report(replicas=4))
+        cluster.service.post(report(replicas=4))
         yield lambda: bool(written)
 
-    run_steps(world, steps())
+    run_steps(cluster, steps())
 
 
 def test_a_list_of_all_objects_that_hangs_delays_no_reaction(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_loop, "RESYNC_INTERVAL", 0.0)
-    world = training_on_four(decisions)
+    cluster = training_on_four(decisions)
     listing = threading.Event()
 
     async def hang(*_: object) -> tuple[list[ApiObject], int]:
@@ -345,21 +345,21 @@ def test_a_list_of_all_objects_that_hangs_delays_no_reaction(
         await asyncio.Event().wait()
         return [], 0
 
-    monkeypatch.setattr(FakeCluster, "list", hang)
+    monkeypatch.setattr(FakeApiServer, "list", hang)
 
     def steps() -> Iterator[Callable[[], bool]]:
         yield listing.is_set
-        world.edit(replicaLimit=2)
-        yield desired(world, 2)
+        cluster.edit(replicaLimit=2)
+        yield desired(cluster, 2)
 
-    run_steps(world, steps())
+    run_steps(cluster, steps())
 
 
 def test_a_decision_that_fails_is_made_again(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(control_loop, "DECISION_RETRY_INTERVAL", 0.1)
-    world = training_on_four(decisions)
+    cluster = training_on_four(decisions)
     decide, failures = decisions.decide, 0
 
     def fail_twice(problem: DecisionProblem, now: float) -> dict[str, Decision]:
@@ -372,15 +372,15 @@ def test_a_decision_that_fails_is_made_again(
     monkeypatch.setattr(decisions, "decide", fail_twice)
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.edit(maxReplicas=8)
+        cluster.edit(maxReplicas=8)
         yield lambda: failures > 0
-        pod = next(iter(world.agents))
-        world.evict_pod(pod)
-        yield lambda: f"create pod {pod[:-1]}1" in world.writes
+        pod = next(iter(cluster.agents))
+        cluster.evict_pod(pod)
+        yield lambda: f"create pod {pod[:-1]}1" in cluster.writes
         ended = decisions.ended
         yield lambda: decisions.ended > ended
 
-    run_steps(world, steps())
+    run_steps(cluster, steps())
     assert failures == 2
     assert caplog.text.count("No decision could be made; trying again") == 2
 
@@ -388,7 +388,7 @@ def test_a_decision_that_fails_is_made_again(
 def test_a_decision_that_can_not_be_explained_is_tried_once(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = training_on_four(decisions)
+    cluster = training_on_four(decisions)
     attempts = 0
 
     def fail(*_: object, **__: object) -> None:
@@ -399,20 +399,20 @@ def test_a_decision_that_can_not_be_explained_is_tried_once(
     monkeypatch.setattr(scheduler, "explain", fail)
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.edit(replicaLimit=2)
+        cluster.edit(replicaLimit=2)
         yield lambda: attempts > 0
-        ended = world.now + 0.5
-        yield lambda: world.now > ended
-        world.edit(backoffLimit=9)
-        world.writes = []
-        yield lambda: "status" in world.writes
+        ended = cluster.now + 0.5
+        yield lambda: cluster.now > ended
+        cluster.edit(backoffLimit=9)
+        cluster.writes = []
+        yield lambda: "status" in cluster.writes
 
-    run_steps(world, steps())
+    run_steps(cluster, steps())
     assert attempts <= decisions.ended
     assert caplog.text.count("The last decision could not be explained") == attempts
 
 
-def run_steps(world: World, steps: Iterator[Callable[[], bool]]) -> None:
+def run_steps(cluster: FakeCluster, steps: Iterator[Callable[[], bool]]) -> None:
     """Run the operator until the condition of each step holds, one after the other."""
     current = next(steps)
 
@@ -425,4 +425,4 @@ def run_steps(world: World, steps: Iterator[Callable[[], bool]]) -> None:
             return True
         return False
 
-    world.run_until(done)
+    cluster.run_until(done)

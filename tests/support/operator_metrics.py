@@ -1,4 +1,4 @@
-"""Serves metrics of the operator as its pod does."""
+"""Metrics of the operator, served as its pod does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from contextlib import contextmanager
 
 from adascale_controller.operator.runtime.health import Health, OperatorMetrics
 from support.launch import free_port
+
+
+def show_a_started_job(metrics: OperatorMetrics) -> bool:
+    """Whether a job was started, in a cycle that has ended, and nothing is left to do."""
+    lines = metrics.text().decode().splitlines()
+    is_started = 'adascale_operator_allocations_total{change="grow"} 1.0' in lines
+    is_ended = "adascale_operator_cycle_duration_seconds_count 0.0" not in lines
+    return is_started and is_ended and "adascale_operator_pending_jobs 0.0" in lines
 
 
 @contextmanager

@@ -1,10 +1,12 @@
-"""Runs coroutines in virtual time: a sleep takes no time, and moves the clock of the loop."""
+"""Event loops: one in virtual time, in which a sleep takes no time, and one without threads."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import selectors
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -54,3 +56,41 @@ def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P,
 def now() -> float:
     """Return the seconds of virtual time."""
     return asyncio.get_running_loop().time()
+
+
+class _InlineExecutor(ThreadPoolExecutor):
+    """Runs each call at once."""
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """Run a call. Returns its result."""
+        done: Future[Any] = Future()
+        try:
+            done.set_result(call(*arguments, **options))
+        except BaseException as error:  # noqa: BLE001
+            done.set_exception(error)
+        return done
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop without threads."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_InlineExecutor())
+    return loop
+
+
+_RUNNER = asyncio.Runner(loop_factory=_new_loop)
+"""The same for all coroutines: a loop for each cycle of an operator would take most of the time."""
+atexit.register(_RUNNER.close)
+
+
+def run_without_threads(main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine, and cancel the tasks that it leaves."""
+    loop = _RUNNER.get_loop()
+    try:
+        _RUNNER.run(main)
+    finally:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))
