@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from e2e.local_run import ROOT, adascale
 from support.launch import run_python
-from support.snippets import IMPORTS, Snippet, after, apply, before, snippets
+from support.snippets import PROBLEM, Snippet, after, snippets
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +26,17 @@ def code(blocks: list[Snippet], language: str) -> list[str]:
     return [block.code for block in blocks if block.language == language]
 
 
+def before(diff: str) -> str:
+    """Return the program that a diff changes."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " -")
+
+
+def apply(diff: str, program: str) -> str:
+    """Return a program that a diff has changed, whose lines it must have once."""
+    assert program.count(before(diff)) == 1, before(diff)
+    return program.replace(before(diff), after(diff))
+
+
 def run(program: Path) -> str:
     with chdir(program.parent):
         return run_python(program, timeout=280)
@@ -36,9 +47,9 @@ def test_the_program_of_the_readme_trains_before_and_after_its_change(tmp_path: 
     (diff,), (job,) = code(blocks, "diff"), code(blocks, "yaml")
     check = "assert cross_entropy(model(inputs), dataset.tensors[1]) < 0.9\n"
     program = tmp_path / "train.py"
-    program.write_text(IMPORTS.replace("from adascale import ElasticTrainer\n", "") + before(diff) + check)
+    program.write_text(PROBLEM.read_text() + before(diff) + check)
     run(program)
-    program.write_text(IMPORTS + after(diff) + check)
+    program.write_text(PROBLEM.read_text() + after(diff) + check)
     (tmp_path / "mine.yaml").write_text(job)
     trained = adascale("run", "mine.yaml", "--port", 0, cwd=tmp_path)
     assert trained.returncode == 0, trained.stdout

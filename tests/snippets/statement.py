@@ -1,0 +1,5 @@
+from snippets.problem import *
+
+from adascale import ElasticTrainer
+
+# PART 1
