@@ -66,7 +66,7 @@ def test_a_pod_of_high_priority_takes_extra_pods_and_no_step_is_lost(
     system: System, workspace: Workspace, four: Devices
 ) -> None:
     near = four.nodes[0]
-    environ = {"CHAOS_FOLDER": "/tmp", "PACE": "0.005", "OMP_NUM_THREADS": "1"}
+    environ = {"CHAOS_FOLDER": "/tmp", "PACE": "0.01", "OMP_NUM_THREADS": "1"}
     with priority_classes(system, high=1_000_000, core=1000, spare=-10) as classes:
         job = workspace.submit(
             job_manifest(
