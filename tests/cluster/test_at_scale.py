@@ -29,7 +29,7 @@ from at_scale import Agents, manifest
 
 pytestmark = pytest.mark.cluster
 
-JOBS = 50
+JOBS = 30
 REPLICAS = 2
 PATIENCE = 180.0
 

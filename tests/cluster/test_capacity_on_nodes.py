@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import yaml
 
 from adascale_core import names
 from cluster.devices import Devices
 from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded, wait_until
 
 pytestmark = pytest.mark.timeout(600)
-
-DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 @contextmanager
@@ -182,69 +178,3 @@ def test_a_job_runs_on_one_type_of_accelerator_and_moves_when_its_nodes_are_gone
         status = first.status()
         assert status["failures"] == 0
         finish(first)
-
-
-# -- without the right to list nodes -----------------------------------------------------------------------
-
-
-@contextmanager
-def own_installation(system: System, namespace: str) -> Iterator[None]:
-    """Install an operator and a metrics service for this namespace, and bar the other operator from it."""
-    objects = [
-        manifest
-        for manifest in yaml.safe_load_all(
-            succeeded(system.kubectl("kustomize", str(DEPLOY / "one-namespace")))
-        )
-        if manifest["kind"] not in ("CustomResourceDefinition", "Namespace")
-    ]
-    of_cluster = []
-    for manifest in objects:
-        if "namespace" in manifest["metadata"]:
-            manifest["metadata"]["namespace"] = namespace
-        else:
-            manifest["metadata"]["name"] = f"{namespace}-{manifest['metadata']['name']}"
-            # Without the labels that aggregate these permissions to the roles of users.
-            manifest["metadata"]["labels"] = {}
-            of_cluster.append(manifest)
-        if manifest.get("roleRef", {}).get("kind") == "ClusterRole":
-            manifest["roleRef"]["name"] = f"{namespace}-{manifest['roleRef']['name']}"
-        for subject in manifest.get("subjects", ()):
-            subject["namespace"] = namespace
-    if not system.storage.dynamic:
-        system.storage.provide(namespace, f"data-{names.API_SERVICE}-0", ["ReadWriteOnce"])
-    try:
-        with system.operator_barred_from(namespace):
-            system.apply(objects)
-            for what in (f"statefulset/{names.API_SERVICE}", f"deployment/{names.CONTROLLER}"):
-                succeeded(
-                    system.kubectl("-n", namespace, "rollout", "status", what, "--timeout=180s", timeout=200)
-                )
-            yield
-    finally:
-        for manifest in of_cluster:
-            kind, name = manifest["kind"], manifest["metadata"]["name"]
-            succeeded(system.kubectl("delete", kind, name, "--ignore-not-found"))
-
-
-def test_an_operator_that_may_not_list_nodes_finds_what_fits_by_trying(
-    system: System, workspace: Workspace, devices: Devices
-) -> None:
-    with own_installation(system, workspace.namespace), devices.taken(workspace, devices.nodes[0]):
-        log = succeeded(system.kubectl("-n", workspace.namespace, "logs", f"deploy/{names.CONTROLLER}"))
-        assert "Not allowed to list nodes" in log
-        job = workspace.submit(job_manifest(minReplicas=2, container=devices.container()))
-        job.wait_until_training(2)
-        two = job.uids()
-        # The operator tries four replicas, and the fourth is unschedulable.
-        condition = job.wait_for_condition("Rescaling", "Unschedulable")
-        assert f"Insufficient {devices.name}" in condition["message"]
-        assert job.status()["replicas"] in (2, 3)
-        # After a while it makes do with what could be placed.
-        status = job.wait_until_training(3, timeout=180)
-        assert two.items() < job.uids().items()
-        assert (status["disruptions"], status["failures"]) == (0, 0)
-        condition = job.condition("Rescaling")
-        assert (condition["status"], condition["reason"]) == ("False", "Unschedulable")
-        assert condition["message"].startswith("4 replicas could not be scheduled: ")
-        job.delete()
-        wait_until(lambda: not job.pods(ended=True), "the end of its pods")

@@ -88,7 +88,7 @@ def test_kubectl_scale_limits_the_replicas_and_zero_stops_the_job(workspace: Wor
     assert job.condition("Suspended")["reason"] == "Resumed"
 
 
-def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, workspace: Workspace) -> None:
+def test_a_job_is_edited_suspended_and_completes(system: System, workspace: Workspace) -> None:
     manifest = job_manifest(minReplicas=2, maxReplicas=2, maxBatchSize=8, checkpoint=NEVER)
     job = workspace.submit(manifest)
     job.wait_until_training(2)
@@ -131,30 +131,12 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     entered = job.entered()
     assert entered >= step > 0
 
-    # A changed template replaces the pods: a further one joins first, and the old one is lost to it.
-    step, before = step_of(job), job.uids()[0]
-    template = manifest["spec"]["template"]
-    template["spec"]["containers"][0]["env"].append({"name": "ANOTHER", "value": "template"})
-    job.edit(template=template)
-
-    def is_replaced() -> bool:
-        """Whether the further pod, which has trained meanwhile, has left too."""
-        uids = job.uids()
-        return uids.keys() == {0} and uids[0] != before
-
-    wait_until(is_replaced, "another pod", patience=180)
-    job.wait_until_training(1, timeout=180)
-    assert job.run_in(0, "import os; print(os.environ['ANOTHER'])").strip() == "template"
-    assert job.entered() >= step >= entered
-
     # The job completes at scaleInvariantSteps, and is deleted after ttlSecondsAfterFinished.
     job.edit(scaleInvariantSteps=1)
     job.kubectl("wait", "--for=condition=Complete", "asj/paced", "--timeout=120s", timeout=140)
     status = job.status()
     assert (status["state"], status["progressText"]) == ("Complete", "100%")
-    # The pod of the template before has left, and then the further pod.
-    assert status["failures"] == 0
-    assert status["disruptions"] == status["restarts"] <= 2
+    assert (status["disruptions"], status["failures"]) == (0, 0)
     assert "enters generation" in job.logs()
     job.edit(ttlSecondsAfterFinished=1)
     wait_until(lambda: not exists(job.raw), "the job's end")

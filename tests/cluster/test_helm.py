@@ -95,12 +95,16 @@ def workspace(api_client: client.ApiClient, kubectl: Kubectl, namespace: str) ->
 
 
 @pytest.mark.timeout(900)
-def test_a_job_trains_with_an_installed_release(workspace: Workspace, namespace: str, helm: Helm) -> None:
+def test_a_job_trains_with_an_installed_release(
+    workspace: Workspace, namespace: str, helm: Helm, kubectl: Kubectl
+) -> None:
     notes = helm.apply("install")
     assert f"kubectl -n {namespace} rollout status deployment/{names.CONTROLLER}" in notes
     job = workspace.submit(job_manifest(maxReplicas=2))
     try:
         job.wait_until_training(2, timeout=300)
+        log = succeeded(kubectl("-n", namespace, "logs", f"deployment/{names.CONTROLLER}", "--tail=-1"))
+        assert "Not allowed to list nodes" in log
     finally:
         job.delete()
 
