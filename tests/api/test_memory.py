@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import socket
 import ssl
 from contextlib import ExitStack, suppress
@@ -23,6 +24,8 @@ from adascale_core.messages.registration import ReplicaState
 from adascale_core.rendezvous.rendezvous import Rendezvous
 from api.client import MEMORY_LIMIT, TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 from support.certificates import TlsFiles, tls_files
+
+COUNT = 100
 
 
 async def store_large_jobs(path: Path, count: int) -> None:
@@ -49,12 +52,19 @@ async def store_large_jobs(path: Path, count: int) -> None:
     await database.close()
 
 
+@pytest.fixture(scope="module")
+def large_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with as many as `COUNT` of both kinds."""
+    path = tmp_path_factory.mktemp("large") / "service.db"
+    asyncio.run(store_large_jobs(path, COUNT))
+    return path
+
+
 @pytest.mark.slow
-def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
-    count = 100
-    asyncio.run(store_large_jobs(tmp_path / "service.db", count))
-    names = {f"default.{number:03}" for number in range(count)}
-    names |= {f"default.large-{number:03}" for number in range(count)}
+def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path, large_jobs: Path) -> None:
+    shutil.copy(large_jobs, tmp_path)
+    names = {f"default.{number:03}" for number in range(COUNT)}
+    names |= {f"default.large-{number:03}" for number in range(COUNT)}
     with ServiceProcess(tmp_path, own_interpreter=True) as service, Client(service.port) as client:
         cursor = client.get("/jobs?limit=1")["cursor"]
         for token in (None, TOKEN):
@@ -68,7 +78,7 @@ def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
                     logs += sum(bool(replica["log"]) for job in page["jobs"] for replica in job["replicas"])
                     after = page["next"]
             assert listed == names
-            assert logs == (16 * count if token else 0)
+            assert logs == (16 * COUNT if token else 0)
         for name in names:
             client.put(f"/jobs/{name}/allocation", {"generation": 1, "replicas": 1})
         changed: set[str] = set()
@@ -111,10 +121,10 @@ def unread_answer(
 
 @pytest.mark.slow
 def test_answers_that_nobody_reads_take_bounded_memory_and_are_closed(
-    tmp_path: Path, tls: TlsFiles | None
+    tmp_path: Path, large_jobs: Path, tls: TlsFiles | None
 ) -> None:
-    count, clients = 100, 80
-    asyncio.run(store_large_jobs(tmp_path / "service.db", count))
+    clients = 80
+    shutil.copy(large_jobs, tmp_path)
     options = tls.options if tls else ()
     with ServiceProcess(tmp_path, *options, own_interpreter=True) as service, ExitStack() as stack:
         for _ in range(clients):
@@ -146,8 +156,8 @@ async def store_jobs(path: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_all_kinds_of_costly_requests_at_once_take_bounded_memory(tmp_path: Path) -> None:
-    asyncio.run(store_large_jobs(tmp_path / "service.db", 100))
+def test_all_kinds_of_costly_requests_at_once_take_bounded_memory(tmp_path: Path, large_jobs: Path) -> None:
+    shutil.copy(large_jobs, tmp_path)
     asyncio.run(store_jobs(tmp_path / "service.db", 3000))
     with (
         ServiceProcess(tmp_path, own_interpreter=True) as service,

@@ -65,7 +65,9 @@ def an_app(folder: Path, *, protect_reads: bool) -> FastAPI:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("protect_reads", "examples"), [(False, 5), (True, 30)])
+@pytest.mark.parametrize(
+    ("protect_reads", "examples"), [pytest.param(False, 5, marks=pytest.mark.release), (True, 15)]
+)
 def test_every_call_answers_as_the_document_says(tmp_path: Path, protect_reads: bool, examples: int) -> None:
     app = an_app(tmp_path, protect_reads=protect_reads)
     generation = {"max-examples": examples, "deterministic": True, "database": "none"}

@@ -495,11 +495,19 @@ def test_no_markup_can_be_set(browser: Browser, shown: ServiceProcess) -> None:
         assert page.evaluate(script, HOSTILE) == "TypeError"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("route", ["#/", "#/jobs/team.digits", "#/jobs/team.failed"])
+@pytest.mark.parametrize(
+    ("route", "size", "scheme"),
+    [
+        ("#/", "desktop", "light"),
+        ("#/", "phone", "dark"),
+        ("#/jobs/team.digits", "desktop", "dark"),
+        ("#/jobs/team.digits", "phone", "light"),
+        ("#/jobs/team.failed", "desktop", "light"),
+        ("#/jobs/team.failed", "phone", "dark"),
+    ],
+)
 def test_the_page_is_accessible(
-    browser: Browser, shown: ServiceProcess, route: str, scheme: Literal["light", "dark"], size: str
+    browser: Browser, shown: ServiceProcess, route: str, size: str, scheme: Literal["light", "dark"]
 ) -> None:
     width, height = SIZES[size]
     with browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme) as context:

@@ -104,10 +104,8 @@ def test_the_critical_batch_size_is_measured_in_pieces_and_reported(tmp_path: Pa
 )
 def test_the_networks_for_a_gpu_have_the_size_of_their_names(network: str, least: int, most: int) -> None:
     with torch.device("meta"):
-        model, x, classes = overhead.NETWORKS[network]()
-        outputs = model(x)
+        model, *_ = overhead.NETWORKS[network]()
     assert least <= sum(parameter.numel() for parameter in model.parameters()) <= most
-    assert outputs.shape == (len(x), classes)
 
 
 def test_the_transformer_sees_no_later_tokens_and_no_other_sequence() -> None:
@@ -146,7 +144,13 @@ def test_the_cost_of_being_elastic_is_measured_on_each_device(device: str) -> No
     assert "elastic / trainer" in printed
 
 
-@on_each_device
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=[pytest.mark.slow, pytest.mark.release]),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
 def test_a_change_of_the_replica_count_is_measured_on_each_device(device: str) -> None:
     options = ["--device", device, "--counts", "1,2,1", "--kill", 0, "--rounds", 1, "--steps", 5]
     printed = run("rescale.py", *options)
