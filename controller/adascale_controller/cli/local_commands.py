@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -81,6 +81,18 @@ def stop_and_report(job: LocalJob, timeout: float) -> None:
     typer.echo(f"{job.short_id} stopped, {saved}")
 
 
+def _port_of(what: str) -> Any:
+    """Return the option for the port of the metrics service or its page."""
+    return option(
+        "--port",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help=f"The port of the {what}; 0 for any free port. Default: {names.DEFAULT_API_PORT}, or any free "
+        "port if that is in use.",
+    )
+
+
 def run(
     file: JobFile,
     replicas: Annotated[
@@ -111,17 +123,7 @@ def run(
             help="The folder for checkpoints, logs and metrics. Default: .adascale/<namespace>.<name>.",
         ),
     ] = None,
-    port: Annotated[
-        int | None,
-        option(
-            "--port",
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help=f"The port of the metrics service; 0 for any free port. Default: {names.DEFAULT_API_PORT}, "
-            "or any free port if that is in use.",
-        ),
-    ] = None,
+    port: Annotated[int | None, _port_of("metrics service")] = None,
     fresh: Annotated[
         bool,
         option("--fresh", help="Delete the saved state and start over."),
@@ -139,17 +141,7 @@ def run(
 
 def ui(
     state_dir: StateRoot = None,
-    port: Annotated[
-        int | None,
-        option(
-            "--port",
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help=f"The port of the page; 0 for any free port. Default: {names.DEFAULT_API_PORT}, or any free "
-            "port if that is in use.",
-        ),
-    ] = None,
+    port: Annotated[int | None, _port_of("page")] = None,
 ) -> None:
     """Show the page with your runs on this machine, those that run and those that have ended.
 

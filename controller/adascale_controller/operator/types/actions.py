@@ -100,12 +100,6 @@ class Actions:
     @property
     def are_urgent(self) -> bool:
         """Whether they have more than a status that is not urgent."""
-        return (
-            self.status_change is StatusChange.URGENT
-            or self.deregister
-            or self.delete_group
-            or self.delete_job
-            or bool(self.create_pods or self.stop_pods)
-            or self.declare is not None
-            or self.allocate is not None
-        )
+        requests = self.deregister, self.declare, self.allocate
+        writes = self.create_pods, self.stop_pods, self.delete_group, self.delete_job
+        return self.status_change is StatusChange.URGENT or any((*requests, *writes))
