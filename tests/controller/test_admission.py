@@ -10,7 +10,7 @@ import pytest
 from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
-from adascale_controller.operator.observe.observed_job import CachedJob
+from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import AdmissionReader
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, Resource, merged
@@ -130,7 +130,7 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
     limited = condition(actions_for(training_job(), 2, failed_placement=NO_QUOTA), ConditionType.RESCALING)
     status = {"conditions": merged((), [limited], 1, NOW)}
     resource = job(status=status, template=ON_CPU)
-    cached = CachedJob(resource, (), frozenset())
+    cached = ObservedJob(resource, (), frozenset())
     reader = AdmissionReader(Quota(), lambda _: None)
     found = []
     for number in range(3):

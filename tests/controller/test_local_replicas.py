@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from adascale_controller.job.failures import restart_pause
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
-from adascale_controller.local.replicas import AgentExit, Agents, Replicas, RunResult, backoff
+from adascale_controller.local.replicas import PAUSES, AgentExit, Agents, Replicas, RunResult
 from adascale_controller.local.state_dir import StateDir, StateLock
 from adascale_core import names
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
@@ -46,33 +47,34 @@ class Run:
             LocalCommand((sys.executable, "-c", "pass"), {}, path), environ, [], folder, self._lock.descriptor
         )
         self._output = io.StringIO()
-        display = PlainDisplay(Console(file=self._output, width=200))
-        self._replicas = Replicas(self._agents, job, display)
+        self.display = PlainDisplay(Console(file=self._output, width=200))
+        self.replicas = Replicas(self._agents, job, self.display)
+
+    def collect(self, agent_exit: AgentExit) -> None:
+        """Have this exit be collected next, of an agent that was started elsewhere."""
+        self._agents.collect_exits = lambda: [agent_exit]  # type: ignore[method-assign]
 
     def handle_exit(
         self, agent_exit: AgentExit, view: JobView = VIEW, now: float | None = None
     ) -> RunResult | None:
         """Handle the exit of an agent that was started elsewhere."""
-        self._replicas.agents.collect_exits = lambda: [agent_exit]  # type: ignore[method-assign]
-        self._replicas.collect_exits()
+        self.collect(agent_exit)
+        self.replicas.collect_exits()
         return self.handle_exits(view, now)
 
-    def limit(self, now: float) -> tuple[int | None, str]:
-        return self._replicas.limit(now)
-
     def begin(self, view: JobView) -> None:
-        self._replicas.begin(view)
+        self.replicas.begin(view)
 
     def handle_exits(self, view: JobView, now: float | None = None) -> RunResult | None:
-        return self._replicas.handle_exits(view, time.monotonic() if now is None else now)
+        return self.replicas.handle_exits(view, time.monotonic() if now is None else now)
 
     def start_and_wait_for_exit(self) -> RunResult | None:
         """Start the replica, wait for its exit and return the failure of the job, if it failed."""
-        self._replicas.start_and_stop(VIEW, time.monotonic())
+        self.replicas.start_and_stop(VIEW, time.monotonic())
         deadline = time.monotonic() + 30
-        while self._replicas.agents.ranks:
+        while self.replicas.agents.ranks:
             assert time.monotonic() < deadline
-            self._replicas.collect_exits()
+            self.replicas.collect_exits()
             time.sleep(0.02)
         return self.handle_exits(VIEW)
 
@@ -132,4 +134,5 @@ def test_restarts_without_a_step_in_an_earlier_run_do_not_count(run: Run) -> Non
 
 
 def test_the_delay_before_a_restart_doubles_with_each_failure_up_to_30_seconds() -> None:
-    assert [backoff(failures) for failures in (*range(1, 8), 5000)] == [1, 2, 4, 8, 16, 30, 30, 30]
+    pauses = [restart_pause(failures, *PAUSES) for failures in (*range(1, 8), 5000)]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]

@@ -14,7 +14,7 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.observed_job import CachedJob
+from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import (
     CONTAINER_CREATING_TIMEOUT,
     CONTAINER_START_TIMEOUT,
@@ -58,12 +58,12 @@ class ClaimCluster(FakeApiServer):
         return await self._get_claim(name)
 
 
-def cached(name: str) -> CachedJob:
+def cached(name: str) -> ObservedJob:
     """Return a job that saves its checkpoints in a claim of the same name."""
     parsed = JobDefinition(f"team.{name}", SPEC, checkpoint=checkpoint_settings(claim_name=name))
     template = {"spec": {"containers": [{"name": "worker"}]}}
     resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, parsed, template=template)
-    return CachedJob(resource, (), frozenset())
+    return ObservedJob(resource, (), frozenset())
 
 
 def test_a_call_that_hangs_for_one_job_delays_no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,12 +199,12 @@ class EventsCluster(FakeApiServer):
         return await self._list_events(namespace, field_selector)
 
 
-def starting_slowly(number: int) -> CachedJob:
+def starting_slowly(number: int) -> ObservedJob:
     """Return a job with a pod that has been on its node for long without starting a container."""
     name = f"digits-{number}"
     resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, None)
     slow = creating_pod(CONTAINER_START_TIMEOUT + 1, uid=f"uid-of-pod-{number}")
-    return CachedJob(resource, (slow,), frozenset())
+    return ObservedJob(resource, (slow,), frozenset())
 
 
 def test_all_jobs_of_a_namespace_with_pods_that_start_slowly_share_one_read_of_events() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.phase import JobPhase
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import ObservedJob, QueueView
 from adascale_controller.operator.observe.pods import Pod, PodProblem
-from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
+from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.schedule.quota import quota_limit
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.kubernetes import ConditionType, Resource
@@ -207,18 +208,18 @@ def test_another_queue_takes_other_pods() -> None:
 def test_the_quota_of_kueue_is_capacity(queue: QueueView | None, limit: int) -> None:
     spec = replace(SPEC, local_bsz_bounds=(1, 16))
     job_ = queued_job((1, 2), spec=spec)
-    assert quota_limit(running_job(resource=job_, queue=queue)) == limit
+    assert quota_limit(running_job(resource=job_, queue=queue))[0] == limit
 
 
 def test_without_a_queue_there_is_no_limit_by_quota() -> None:
-    assert quota_limit(training_job()) is None
+    assert quota_limit(training_job()) == (None, "")
 
 
 def test_a_growth_that_is_pending_is_not_followed_by_another() -> None:
     growing = observed(
         queued_job((2, 3)), view((2, 3), (1, 2)), [*queued(0, 1), *gated(2)], queue=QueueView(2)
     )
-    assert quota_limit(growing) == 3
+    assert quota_limit(growing) == (3, "Kueue is asked for 3 replicas first")
 
 
 def test_the_admitted_flavor_selects_the_nodes_of_all_pods() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.phase import JobPhase
 from adascale_controller.job.placement_backoff import TIMEOUT_TRAINING
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.reconcile.job_phase import JobPhase, assess, failures_of
+from adascale_controller.operator.reconcile.job_phase import assess, failures_of
 from adascale_controller.operator.schedule.nodes import free_nodes
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.kubernetes import ConditionType

@@ -38,7 +38,7 @@ from adascale_controller.local.state_dir import location
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
-from adascale_core.views.job_summary import ENDED, registered_state
+from adascale_core.views.job_summary import ENDED
 
 
 def status(
@@ -131,10 +131,7 @@ def explain(
         print(json.dumps(decision.to_json(), indent=2))
         return
     slow = (describe_contention(view) if target is None else "") or view.slowness
-    state = registered_state(
-        view.desired, view.active, view.replicas, broken=view.broken, complete=view.complete
-    )
-    ended = state if state in ENDED else ""
+    ended = view.state if view.state in ENDED else ""
     OutputConsole().print(render_decision(decision, time.time(), slow, ended, view.latest))
 
 

@@ -31,6 +31,12 @@ LOG_LINES: Final = 20
 """How many lines of the program's output the description of a failure holds."""
 
 
+def restart_pause(number: int, first: float, longest: float) -> float:
+    """Return the seconds before a replica is restarted that has ended so often: they double up to a limit."""
+    # The exponent is bounded, because floats overflow.
+    return min(first * 2.0 ** min(number - 1, 30), longest)
+
+
 @dataclass(frozen=True)
 class Failures:
     """The failures of a job's program, and what decides whether they count."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from adascale_controller.job_definition import JobDefinition
-
 
 class Reason(StrEnum):
     """The reasons of conditions. `docs/kubernetes.md` describes what to do about each."""
@@ -56,12 +54,3 @@ class Reason(StrEnum):
     REPLICA_SLOW = "ReplicaSlow"
     NO_REPLICA_SLOW = "NoReplicaSlow"
     SLOW_REPLICA_REPLACED = "SlowReplicaReplaced"
-
-
-def requested_stop(job: JobDefinition) -> tuple[Reason, str] | None:
-    """Return why the spec of a job lets it have no replicas now; None if it may have some."""
-    if job.suspend:
-        return Reason.SUSPENDED, "spec.suspend is true"
-    if job.replica_limit == 0:
-        return Reason.SCALED_TO_ZERO, "spec.replicaLimit is 0"
-    return None

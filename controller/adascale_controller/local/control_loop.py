@@ -10,6 +10,7 @@ from http import HTTPStatus
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_controller.formatting import capitalized, count, describe_batch, duration, plural, trimmed
+from adascale_controller.job.phase import describe_change, describe_feasibility
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display, RunStatus
@@ -18,10 +19,10 @@ from adascale_controller.local.processes import StopSignals, has_message
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
 from adascale_controller.local.replicas import Replicas, RunResult
 from adascale_controller.local.service_process import ServiceSupervisor
-from adascale_controller.schedule.cycle import ExplanationSchedule, deadline_outlook
-from adascale_controller.schedule.measurements import JobMeasurements, training_target
-from adascale_core.decision.decide import Decision, DecisionProblem, decide
-from adascale_core.decision.explanation import explain
+from adascale_controller.schedule.cycle import Contender, ExplanationSchedule, Solution, decide_all
+from adascale_controller.schedule.measurements import training_target
+from adascale_controller.schedule.memory import lowest
+from adascale_core.decision.decide import Decision
 from adascale_core.decision.job_utility import JobState
 from adascale_core.failures import EXIT_PEER_LOST, describe_exit
 from adascale_core.messages.allocation import Allocation, SlowReplacement
@@ -160,7 +161,9 @@ class LocalControlLoop:
     saved_generation: int
 
     def __post_init__(self) -> None:
-        self._measurements = JobMeasurements()
+        self._memory = self.replicas.memory
+        self._measurements = self._memory.measurements
+        self._solution = Solution()
         self._started_at = time.monotonic()
         self._events = EventMessages(self.replicas, self.display, self._started_at)
         self._decided_at = self._started_at
@@ -197,7 +200,7 @@ class LocalControlLoop:
         """Request the first allocation of this run."""
         total, now = self._total(view), time.monotonic()
         self._measurements.add_reported(view)
-        decision = decide([self._state(view, now)], self.limit.replicas, now)[self.job.id]
+        decision = self._decide(self._state(view, now), now)
         # Trainers of an earlier generation than that of the checkpoint cannot replace it. The metrics service
         # may not know it, if its data were lost, or if the checkpoint is that of another state directory.
         generation = max(view.last_generation, self.saved_generation) + 1
@@ -271,20 +274,11 @@ class LocalControlLoop:
         """Request another replica count if the decision is for one."""
         if view.complete or view.desired is None or now - self._decided_at < DECISION_INTERVAL:
             return
-        limit, limit_reason = self.replicas.limit(now)
-        state = replace(self._state(view, now), limit=limit, limit_reason=limit_reason)
-        most = self.limit.replicas if limit is None else min(self.limit.replicas, limit)
-        exceeds = view.desired.replicas > most
-        problem = DecisionProblem.of([state], self.limit.replicas)
-        decision = problem.decide(now)[self.job.id]
-        if decision.replicas != view.desired.replicas:
-            if exceeds:
-                decision = replace(decision, reason=limit_reason)
-            if view.desired.replicas > self.limit.replicas:
-                limited = plural(self.limit.replicas, "replica")
-                decision = replace(decision, reason=f"limited to {limited} by `adascale scale`")
-        self._explain(problem, decision, now)
+        state = self._state(view, now)
+        decision = self._decide(state, now)
+        self._explain(now)
         self.report_deadline(decision, now)
+        exceeds = state.limit is not None and state.replicas > state.limit
         if state.stable_since is None and not exceeds:
             return
         self._decided_at = now
@@ -298,25 +292,33 @@ class LocalControlLoop:
             return  # The next iteration decides again, from a new view.
         if decision.replicas == view.desired.replicas:
             return
-        change = f"{view.desired.replicas} -> {decision.replicas}"
-        self.display.message(f"Rescaling {change}: {decision.reason}", "cyan")
+        change = describe_change(desired.replicas, decision.replicas, decision.reason)
+        self.display.message(change, "cyan")
 
     def _state(self, view: JobView, now: float) -> JobState:
         """Return the job as the decision sees it."""
         seconds = self.job.completion_deadline_seconds
-        deadline = None if seconds is None else self._started_at + seconds
-        return replace(
-            self._measurements.job_state(self.job, view, self._total(view)),
-            deadline=deadline if deadline is not None and deadline > now else None,
-        )
+        due = None if seconds is None else self._started_at + seconds
+        self._memory.observe_deadline(due, now, now)
+        state = self._measurements.job_state(self.job, view, self._total(view))
+        limits = [*self._memory.limits(lambda: 0, now)]
+        if state.replicas > self.limit.replicas:
+            limited = plural(self.limit.replicas, "replica")
+            limits.append((self.limit.replicas, f"limited to {limited} by `adascale scale`"))
+        limit, reason = lowest(limits)
+        return replace(state, deadline=self._memory.deadline, limit=limit, limit_reason=reason)
+
+    def _decide(self, state: JobState, now: float) -> Decision:
+        self._solution = decide_all([Contender(state)], self.limit.replicas, now, self._solution)
+        return self._solution.decisions[self.job.id]
 
     def report_deadline(self, decision: Decision, now: float) -> None:
         """Show whether the replicas of this run can meet the deadline, if that is known and has changed."""
         seconds = self.job.completion_deadline_seconds
         if seconds is None:
             return
-        outlook = deadline_outlook(
-            f"completionDeadlineSeconds ({seconds})",
+        outlook = describe_feasibility(
+            self.job,
             decision.feasibility,
             has_passed=now >= self._started_at + seconds,
             limit=self.limit.replicas,
@@ -333,16 +335,14 @@ class LocalControlLoop:
             self._deadline_shown = outcome
             self.display.message(text)
 
-    def _explain(self, problem: DecisionProblem, decision: Decision, now: float) -> None:
+    def _explain(self, now: float) -> None:
         """Store the explained decision with the metrics service, if it is time to."""
-        decisions = {self.job.id: decision}
-        if not self._explanations.due(decisions, now):
-            return
-        view = explain(problem, now, decisions=decisions, time=time.time())
-        try:
-            self.client.put_decision(view[self.job.id])
-        except ServiceError:
-            self._explanations.repeat(self.job.id)
+        due = self._explanations.due(self._solution.decisions, now)
+        for job, view in self._solution.explain(due, now, time.time()).items():
+            try:
+                self.client.put_decision(view)
+            except ServiceError:
+                self._explanations.repeat(job)
 
     def _stopped_by_user(self) -> RunResult:
         if self.signals.first is signal.SIGINT:

@@ -29,7 +29,7 @@ from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
-from adascale_core.views.job_summary import JobStateName, registered_state, training_replicas
+from adascale_core.views.job_summary import JobStateName, training_replicas
 from adascale_core.views.jobs import JobView
 
 MAX_NAMED = 5
@@ -159,7 +159,7 @@ def read_status(job: LocalJob) -> JobOverview:
     elif service is not None and service.stopping:
         state = JobStateName.STOPPING
     else:
-        state = _state_in_run(view)
+        state = state_in_run(view)
     run, folder, report = job.runs[-1], job.folder, view.latest if view else None
     exit_code = None if process else run.exit_code
     reason = ""
@@ -232,14 +232,11 @@ def state_after_run(job: LocalJob, checkpoint: Manifest | None, error: str | Non
     )
 
 
-def _state_in_run(view: JobView | None) -> JobStateName:
-    if view is None:
+def state_in_run(view: JobView | None) -> JobStateName:
+    """Return the state of a job that runs: it is about to start, or start again, if nothing trains."""
+    if view is None or view.state in {JobStateName.PENDING, JobStateName.FAILED}:
         return JobStateName.STARTING
-    state = registered_state(
-        view.desired, view.active, view.replicas, broken=view.broken, complete=view.complete
-    )
-    # Before its first allocation the run itself starts.
-    return JobStateName.STARTING if state is JobStateName.PENDING else state
+    return view.state
 
 
 class StopTimeoutError(AdaScaleError):

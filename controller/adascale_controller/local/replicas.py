@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from adascale_controller.job.failing_counts import FailingCounts
-from adascale_controller.job.failures import End, Failures, find_end
-from adascale_controller.job.placement_backoff import PlacementBackoff, startable
+from adascale_controller.job.failures import End, Failures, find_end, restart_pause
+from adascale_controller.job.placement_backoff import startable
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display
@@ -22,11 +21,11 @@ from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.machine import ADDRESS, gpu_environment
 from adascale_controller.local.processes import ChildProcess, TrainerMessages, tail
 from adascale_controller.local.state_dir import StateDir
+from adascale_controller.schedule.memory import JobMemory
 from adascale_core import names
 from adascale_core.failures import ExitClass, FailureCount, ProgramFailure, classify_exit, describe_exit
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import GainReport
-from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.views.jobs import JobView
 
 STOP_TIMEOUT = 20.0
@@ -35,8 +34,8 @@ STOP_TIMEOUT = 20.0
 
 RESTART_DELAY = 0.5
 """Seconds before an agent that was lost is restarted."""
-MAX_BACKOFF = 30.0
-"""Seconds before the program is restarted after a failure, at most."""
+PAUSES = 1.0, 30.0
+"""Seconds before the program is restarted after the first failure, and at most."""
 IN_GENERATION = frozenset({ReplicaState.RUNNING, ReplicaState.HOLDING})
 """The states of replicas that have joined a generation."""
 
@@ -132,12 +131,6 @@ class Agents:
         return self.collect_exits()
 
 
-def backoff(failures: int) -> float:
-    """Return the seconds before the program is restarted after failure number `failures`: 1, 2, 4, ..."""
-    # The exponent is bounded, because floats overflow.
-    return min(2.0 ** min(failures - 1, 30), MAX_BACKOFF)
-
-
 @dataclass(frozen=True)
 class RunResult:
     """Why a run ends."""
@@ -163,26 +156,19 @@ class Replicas:
 
     def __init__(self, agents: Agents, job: JobDefinition, display: Display) -> None:
         self.agents = agents
-        self.failing_counts = FailingCounts()
-        """The replica counts on which the program fails at once."""
+        self.memory = JobMemory()
+        """What is remembered of the job for the decisions about it."""
         self._job = job
         self._display = display
         self._started_at = time.monotonic()
         self._counted = FailureCount()
         self._seen: list[ProgramFailure] = []
-        self._placement = PlacementBackoff()
         self._exits: list[AgentExit] = []
         self.finished = False  # whether the program has finished: an agent exits with 0 only then
         self._restart_at: dict[int, float] = {}
         self._failed_checks: dict[int, tuple[int, str]] = {}
         """Replica -> how often it has failed its check in a row, and how."""
         self._restarts_before = 0
-
-    def limit(self, now: float) -> tuple[int | None, str]:
-        """Return the largest count that may be used, and why; None and an empty text if any may be."""
-        given_up = [self.failing_counts.given_up, self._placement.failed_placement(now)]
-        lowest = min((each for each in given_up if each), key=lambda each: each.limit, default=None)
-        return (None, "") if lowest is None else (lowest.limit, str(lowest))
 
     def begin(self, view: JobView) -> None:
         """Begin to count restarts without progress. Restarts of an earlier run do not count."""
@@ -198,7 +184,7 @@ class Replicas:
 
     def handle_exits(self, view: JobView, now: float) -> RunResult | None:
         """Record finished replicas, schedule restarts, count failures. Returns the job's end, if any."""
-        self.failing_counts.update(view)
+        self.memory.failing_counts.update(view)
         for joined in (each.replica for each in view.replicas if each.state in IN_GENERATION):
             self._failed_checks.pop(joined, None)
         exits, self._exits = self._exits, []
@@ -258,7 +244,7 @@ class Replicas:
                 reason = f"has failed its check ({said})"
                 failures = self._failed_checks.get(rank, (0, ""))[0] + 1
                 self._failed_checks[rank] = failures, said
-                delay = backoff(failures)
+                delay = restart_pause(failures, *PAUSES)
             case _:
                 reason = f"was lost ({describe_exit(agent_exit.code)})"
         when = f" in {delay:.0f} s" if delay >= 1 else ""
@@ -267,25 +253,15 @@ class Replicas:
 
     def _observe_placement(self, view: JobView, now: float) -> None:
         """Give a count up for a pause if a replica that it needs fails its check for long."""
-        current, spec = view.desired, self._job.spec
+        current = view.desired
         if current is None or not current.replicas:
             return
         failing = [rank for rank in current.indices if rank in self._failed_checks]
         problem = None
         if len(failing) > current.spares:
             problem = Reason.REPLICA_CHECK_FAILED, self._failed_checks[failing[-1]][1]
-        self._placement.update(
-            generation=current.generation,
-            count=current.replicas,
-            training=view.active.replicas if view.active is not None and not view.broken else 0,
-            problem=problem,
-            placed=startable(set(current.indices).difference(failing), current.spares),
-            valid=lambda: candidate_counts(
-                spec.bounds.with_limit(view.local_bsz_limit), spec.min_replicas, spec.max_replicas
-            ),
-            capacity=lambda: 0,
-            now=now,
-        )
+        placed = startable(set(current.indices).difference(failing), current.spares)
+        self.memory.observe_placement(self._job.spec, view, current, placed, problem, lambda: 0, now)
 
     def _record_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> None:
         """Record that the program has failed on a replica, and when to restart it."""
@@ -295,8 +271,9 @@ class Replicas:
         failure = ProgramFailure(rank, failed.generation if failed else 0, agent_exit.code, log)
         self._seen.append(failure)
         if failed is not None and classify_exit(failure.exit_code) is not ExitClass.INVALID_PROGRAM:
-            self.failing_counts.fail(failure, view)
-        self._restart_at[rank] = now + backoff(sum(each.replica == rank for each in self._seen))
+            self.memory.failing_counts.fail(failure, view)
+        failures = sum(each.replica == rank for each in self._seen)
+        self._restart_at[rank] = now + restart_pause(failures, *PAUSES)
 
     def _count_failures(self, view: JobView, now: float) -> RunResult | None:
         """Count the failures, show a new one, and return the end of the job, if any."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller.job.reasons import requested_stop
+from adascale_controller.job.phase import requested_stop
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.control_loop import LocalControlLoop
 from adascale_controller.local.display import Display, LiveDisplay

@@ -1,23 +1,24 @@
 """One decision about all jobs: the types of accelerators first, then the replica counts on each type.
 
-A decision takes time, in which jobs may change. So it is checked what of it holds until the next one.
+The operator, `adascale run` and `adascale simulate` make it. It takes time, in which jobs may change, so it
+is checked what of it holds until the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 
-from adascale_controller.formatting import plural
-from adascale_controller.job.reasons import Reason
-from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState
 from adascale_core.decision.type_choice import TypeChoice, TypeOptions
 from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.packing import Demand, Node
+from adascale_core.views.decision import DecisionView
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,36 @@ class Contender:
     """A job that may run, with what it would be on each type of accelerator."""
 
     state: JobState  # if it is not tied to a type
-    demand: Demand  # what it requests of the nodes, if it is not tied to a type
-    options: TypeOptions
+    # what it requests of the nodes, if it is not tied to a type
+    demand: Demand = field(default_factory=lambda: Demand({}))
+    present: str | None = None  # the type of its replicas. None if it has none, or is not tied to a type.
+    states: Mapping[str, JobState] = field(default_factory=lambda: MappingProxyType({}))
+    demands: Mapping[str, Demand] = field(default_factory=lambda: MappingProxyType({}))
 
     def on(self, accelerator: str | None) -> tuple[JobState, Demand]:
         """Return its state and its demand on a type. None if it is not tied to a type."""
         if accelerator is None:
             return self.state, self.demand
-        return self.options.states[accelerator], self.options.demands[accelerator]
+        return self.states[accelerator], self.demands[accelerator]
+
+    @property
+    def smallest(self) -> int | None:
+        """The smallest valid count. None if no count is valid."""
+        return _smallest(self.state)
+
+    @cached_property
+    def options(self) -> TypeOptions:
+        """The types on which a count is valid."""
+        found = {name: _smallest(state) for name, state in self.states.items()}
+        smallest = {name: count for name, count in found.items() if count is not None}
+        states = {name: self.states[name] for name in smallest}
+        demands = {name: self.demands[name] for name in smallest}
+        return TypeOptions(self.state.id, smallest, demands, self.present, states)
+
+
+def _smallest(state: JobState) -> int | None:
+    counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
+    return counts[0] if counts else None
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,13 @@ class Solution:
     choice: TypeChoice | None = None  # of the types of accelerators. None if nodes are not known.
     # job id -> what each of its replicas requests
     demands: Mapping[str, Demand] = field(default_factory=lambda: MappingProxyType({}))
+
+    def explain(self, jobs: Collection[str], now: float, time: float) -> dict[str, DecisionView]:
+        """Return the explanations of the decisions about some jobs, made at `now`, which is `time`."""
+        found: dict[str, DecisionView] = {}
+        for problem in self.problems if jobs else ():
+            found |= explain(problem, now, decisions=self.decisions, time=time, only=jobs, choice=self.choice)
+        return found
 
 
 def decide_all(
@@ -97,9 +127,9 @@ def holding(decision: Decision | None, state: JobState) -> Decision | None:
     smaller = [count for count in allowed if count < decision.replicas]
     if decision.replicas in allowed or not smaller:
         return decision
-    return replace(
-        decision, replicas=smaller[-1], reason=f"at most {smaller[-1]} may be used now", waiting=False
-    )
+    is_limited = state.limit is not None and decision.replicas > state.limit
+    reason = (is_limited and state.limit_reason) or f"at most {smaller[-1]} may be used now"
+    return replace(decision, replicas=smaller[-1], reason=reason, waiting=False)
 
 
 def still_applies(state: JobState, decided_on: JobState, decision: Decision) -> bool:
@@ -149,30 +179,6 @@ def find_growth(
             if following is not None:
                 found[utility.job.id] = following
     return found
-
-
-# -- whether `completionDeadlineSeconds` can be met, which is a target and ends no job -----------------------
-
-
-def deadline_outlook(
-    target: str, feasibility: Feasibility | None, *, has_passed: bool, limit: int | None
-) -> tuple[Reason, str] | None:
-    """Return whether a deadline can be met by a job of at most `limit` replicas, as a reason and in words.
-
-    None as long as nothing is predicted.
-    """
-    if has_passed:
-        return Reason.DEADLINE_MISSED, f"Not complete within {target}; it goes on"
-    if feasibility is None:
-        return None
-    predicted = f"{target}, as predicted from {feasibility.source}"
-    if feasibility.count is None:
-        return Reason.NO_COUNT_SUFFICES, f"No replica count meets {predicted}"
-    counts = plural(feasibility.count, "replica")
-    if limit is not None and feasibility.count > limit:
-        message = f"{counts} or more would meet {predicted}, and it has at most {limit}"
-        return Reason.NO_COUNT_SUFFICES, message
-    return Reason.COUNT_SUFFICES, f"{counts} or more, from now on, meet {predicted}"
 
 
 # -- which decisions are explained ---------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from adascale_controller.simulation.engine import SimulatedJob, SimulationSettin
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan, plan_batch
 from adascale_core.decision.job_utility import JobState
-from adascale_core.decision.type_choice import TypeOptions
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
@@ -80,7 +79,7 @@ GPU = "nvidia.com/gpu"
 
 
 class AdaScalePolicy:
-    """Decides with `adascale_core.decision.decide.decide`, as the operator does."""
+    """Decides with `adascale_controller.schedule.cycle.decide_all`, as the operator does."""
 
     def __init__(
         self, placement: PlacementMode = PlacementMode.PACKED, fairness: float | None = None
@@ -130,16 +129,14 @@ class AdaScalePolicy:
 
     def _contender(self, job: SimulatedJob, settings: SimulationSettings, now: float) -> Contender:
         """Return a job as the decision sees it, with the types on which it may run if there are several."""
-        present = settings.type_of(job.nodes) if job.nodes else None
         types = settings.nodes_by_type() if settings.types else {}
+        if not types:
+            return Contender(self._state(job, settings, now), self._demand(job, "", job.nodes, types))
+        present = settings.type_of(job.nodes) if job.nodes else None
         states = {name: self._state(job, settings, now, name) for name in types}
         demands = {name: self._demand(job, name, job.nodes * (name == present), types) for name in types}
-        smallest = {name: state.min_replicas for name, state in states.items()}
-        options = TypeOptions(job.name, smallest, demands, present if types else None, states)
-        if types:
-            name = next(iter(types))
-            return Contender(states[name], demands[name], options)
-        return Contender(self._state(job, settings, now), self._demand(job, "", job.nodes, types), options)
+        name = next(iter(types))
+        return Contender(states[name], demands[name], present, states, demands)
 
     def _demand(
         self, job: SimulatedJob, name: str, nodes: tuple[int, ...], types: Mapping[str, Sequence[int]]

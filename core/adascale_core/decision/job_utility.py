@@ -454,7 +454,7 @@ class JobUtility:
             return "unchanged"
         if self.present_count is None:
             if job.limit is not None and before > job.limit and is_valid_replicas(job.bounds, before):
-                return f"{_replicas(before)} could not be scheduled"
+                return job.limit_reason or f"{_replicas(before)} could not be scheduled"
             return f"{_replicas(before)} {'is' if before == 1 else 'are'} no longer valid"
         if self._leaves_present_count:
             return self._inefficient_on(before)

@@ -14,7 +14,7 @@ from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_core.performance.slow_replica import SlowReplica
-from adascale_core.views.job_summary import is_spare, waiting_spares
+from adascale_core.views.job_summary import JobStateName, is_spare, registered_state, waiting_spares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,13 @@ class JobView(Message):
     created_at: float
     local_bsz_limits: Sequence[LocalBszLimit] = ()
     local_bsz_limit: int | None = None
+
+    @property
+    def state(self) -> JobStateName:
+        """The state of the job, as far as the metrics service knows it."""
+        return registered_state(
+            self.desired, self.active, self.replicas, broken=self.broken, complete=self.complete
+        )
 
     def is_spare(self, replica: int) -> bool:
         """Whether a replica is beyond those that train, while as many as desired do."""

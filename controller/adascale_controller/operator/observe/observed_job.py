@@ -7,7 +7,7 @@ what admission makes of its pods, and the Events of a pod whose containers don't
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -78,14 +78,22 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class CachedJob:
-    """An AdaScaleJob with its pods, as the caches hold them."""
+class ObservedJob:
+    """An AdaScaleJob at one moment: what the caches hold, and, once it is known, what had to be fetched."""
 
     resource: AdaScaleJob
     pods: Sequence[Pod]  # those that it controls
     lost_nodes: frozenset[str]  # names of nodes that are not ready
     # the other pods with its name that have not ended, of an earlier AdaScaleJob or an earlier version
-    others: Sequence[Pod] = field(default=(), kw_only=True)
+    others: Sequence[Pod] = ()
+    service: JobView | None = None  # its view in the metrics service. None if that does not answer.
+    # the claim for checkpoints. None if checkpoints are saved at a path.
+    claim: CheckpointClaim | None = None
+    digest: str = ""
+    refusal: PodProblem | None = None  # why the API server creates no pod that is missing
+    now: float = 0.0  # seconds since 1970
+    admission: Admission = Admission()  # what admission makes of its pods
+    queue: QueueView | None = None  # what Kueue says about its pods. None if that is not known.
 
     @property
     def core(self) -> int | None:
@@ -112,19 +120,6 @@ class CachedJob:
     def live_pods(self) -> dict[int, Pod]:
         """The pods that have not ended and are not being deleted, by rank."""
         return {pod.rank: pod for pod in self.pods if pod.exit is None and pod.deletion_deadline is None}
-
-
-@dataclass(frozen=True)
-class ObservedJob(CachedJob):
-    """An AdaScaleJob at one moment: what the caches hold, and what had to be fetched."""
-
-    service: JobView | None  # its view in the metrics service. None if the metrics service does not answer.
-    claim: CheckpointClaim | None  # the claim for checkpoints. None if checkpoints are saved at a path.
-    digest: str
-    refusal: PodProblem | None  # why the API server creates no pod that is missing
-    now: float  # seconds since 1970
-    admission: Admission = Admission()  # what admission makes of its pods
-    queue: QueueView | None = None  # what Kueue says about its pods. None if that is not known.
 
     @property
     def is_queued(self) -> bool:
@@ -422,14 +417,14 @@ class Observer:
         """Drop the memory of all AdaScaleJobs with other uids."""
         self._specs = {uid: parsed for uid, parsed in self._specs.items() if uid in uids}
 
-    def read(self, raw: ApiObject, pods: Sequence[Pod], lost_nodes: frozenset[str]) -> CachedJob:
-        """Return an AdaScaleJob."""
+    def read(self, raw: ApiObject, pods: Sequence[Pod], lost_nodes: frozenset[str]) -> ObservedJob:
+        """Return an AdaScaleJob as the caches hold it."""
         uid = raw["metadata"]["uid"]
         parsed = self._specs[uid] = parse_spec(raw, self._specs.get(uid))
         job = AdaScaleJob.read(raw, parsed, self._settings)
         own = [pod for pod in pods if pod.controller[2] == uid and pod.rank >= 0]
         others = [pod for pod in pods if pod not in own and not pod.has_ended]
-        return CachedJob(job, own, lost_nodes, others=others)
+        return ObservedJob(job, own, lost_nodes, others)
 
     def reject(self, job: AdaScaleJob, reason: str) -> None:
         """Record that the API server rejects an object made from the current spec of a job."""
@@ -437,25 +432,23 @@ class Observer:
 
 
 def observe(
-    cached: CachedJob,
+    cached: ObservedJob,
     lookups: LookupResults,
     views: Mapping[str, JobView] | None,
     now: float,
     queue: QueueView | None = None,
 ) -> ObservedJob:
-    """Return the observed state of a job."""
+    """Return a job with what had to be fetched."""
     job = cached.resource
-    return ObservedJob(
-        resource=job,
+    return replace(
+        cached,
         # The next write creates a job that the metrics service does not have.
         service=None if views is None else views.get(job.id, JobView.empty(job.id, created_at=now)),
         pods=[_with_problem(pod, lookups, now, queue) for pod in cached.pods],
         claim=lookups.claim,
         digest=_digest(cached, lookups),
         refusal=lookups.refusal,
-        lost_nodes=cached.lost_nodes,
         now=now,
-        others=cached.others,
         admission=lookups.admission or Admission(),
         queue=queue,
     )
@@ -469,7 +462,7 @@ def _with_problem(pod: Pod, lookups: LookupResults, now: float, queue: QueueView
     return with_start_problem(pod, events if pod.uid == uid else (), now)
 
 
-def _digest(cached: CachedJob, lookups: LookupResults) -> str:
+def _digest(cached: ObservedJob, lookups: LookupResults) -> str:
     """Return the digest of the current template. An invalid spec leaves the pods as they are."""
     if cached.resource.job is None:
         return next((pod.template for pod in cached.live_pods.values() if pod.template), "")

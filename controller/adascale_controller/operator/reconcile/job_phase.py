@@ -9,15 +9,14 @@ is no room for a further pod, a pod leaves before the next one joins, if the job
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
 from math import inf
 from typing import Any, Final
 
 from adascale_controller.formatting import plural
-from adascale_controller.job.failures import Failures, find_end
+from adascale_controller.job.failures import Failures, find_end, restart_pause
+from adascale_controller.job.phase import Assessment, JobPhase, requested_stop
 from adascale_controller.job.placement_backoff import FailedPlacement
-from adascale_controller.job.reasons import Reason, requested_stop
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, is_program_failure, program_failures
 from adascale_controller.operator.types.kubernetes import ConditionType, condition_of, seconds
@@ -86,44 +85,12 @@ def replaced_at(pods: Sequence[Pod], now: float) -> float:
     if end is None or is_lost(pods[-1], now):
         return now
     number = sum(not is_lost(pod, now) for pod in pods)
-    pause: float = min(FIRST_PAUSE * 2 ** (number - 1), MAX_PAUSE)
-    return (end.ended_at or pods[-1].created_at) + pause
+    return (end.ended_at or pods[-1].created_at) + restart_pause(number, FIRST_PAUSE, MAX_PAUSE)
 
 
 ROOM_TIMEOUT = 60.0
 """Seconds for which a pod of a changed template waits for room beside the others."""
 _WITHOUT_ROOM = frozenset({Reason.UNSCHEDULABLE, Reason.QUEUED})
-
-
-class JobPhase(Enum):
-    """The phases of a job."""
-
-    RUNNABLE = auto()
-    """It may have replicas."""
-    STOPPING = auto()
-    """It may have no replicas. Those that it has save their state and leave."""
-    QUEUED = auto()
-    """It may have no replicas until Kueue admits the pods of its smallest count."""
-    BLOCKED = auto()
-    """Nothing can be changed until something else has changed. Its replicas stay."""
-    COMPLETE = auto()
-    FAILED = auto()
-
-
-@dataclass(frozen=True)
-class Assessment:
-    """The phase of a job, and why."""
-
-    phase: JobPhase
-    failures: Failures
-    # of the condition that shows the phase
-    reason: Reason = Reason.TRAINING
-    message: str = ""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the job is complete or failed."""
-        return self.phase in {JobPhase.COMPLETE, JobPhase.FAILED}
 
 
 _Finding = tuple[JobPhase, Reason, str]
@@ -133,10 +100,7 @@ def assess(observed: ObservedJob) -> Assessment:
     """Return the phase of a job."""
     failures = failures_of(observed)
     finding = _ended(observed, failures) or _blocked(observed) or _stopped(observed)
-    if finding is None:
-        return Assessment(JobPhase.RUNNABLE, failures)
-    phase, reason, message = finding
-    return Assessment(phase, failures, reason, message)
+    return Assessment(failures, *(finding or (JobPhase.RUNNABLE, Reason.TRAINING, "")))
 
 
 def _ended(observed: ObservedJob, failures: Failures) -> _Finding | None:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
+from adascale_controller.job.phase import Assessment, JobPhase
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.job_phase import (
-    Assessment,
-    JobPhase,
     deadline,
     is_lost,
     next_pods,
@@ -104,8 +103,8 @@ def belongs_to_predecessor(observed: ObservedJob) -> bool:
 
 def _deregister_predecessor(observed: ObservedJob, assessment: Assessment) -> Actions:
     cleaning_up = Assessment(
-        JobPhase.BLOCKED,
         assessment.failures,
+        JobPhase.BLOCKED,
         Reason.CLEANING_UP,
         "Waiting for an earlier job of this name to be removed from the metrics service",
     )

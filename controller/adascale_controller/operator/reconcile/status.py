@@ -7,11 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adascale_controller.formatting import capitalized, describe_limit, percent, plural, progress_text
+from adascale_controller.job.phase import (
+    Assessment,
+    JobPhase,
+    deadline_target,
+    describe_change,
+    describe_completion,
+    describe_feasibility,
+    describe_start,
+    describe_training,
+    replica_limit_problem,
+)
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, PodProblem
-from adascale_controller.operator.reconcile.job_phase import END_CONDITIONS, Assessment, JobPhase
+from adascale_controller.operator.reconcile.job_phase import END_CONDITIONS
 from adascale_controller.operator.types.actions import Event, Schedule, Status
 from adascale_controller.operator.types.kubernetes import (
     ConditionType,
@@ -23,7 +33,6 @@ from adascale_controller.operator.types.kubernetes import (
     seconds,
     timestamp,
 )
-from adascale_controller.schedule.cycle import deadline_outlook
 from adascale_core import names
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation
@@ -257,19 +266,19 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
     if training:
         if assessment.phase is JobPhase.BLOCKED:
             return condition(True, assessment.reason, assessment.message)
-        message = f"Training on {plural(training, 'replica')}"
-        stall = observed.view.stall
-        if stall is not None:
-            return condition(True, Reason.STALLED, f"{message}, but no step ends: {stall}")
+        reason, message = describe_training(training, observed.view.stall)
         outdated = observed.outdated_pods
+        if reason is Reason.STALLED:
+            return condition(True, reason, message)
         if outdated:
             left, is_ = plural(len(outdated), "pod"), "is" if len(outdated) == 1 else "are"
             message = f"{message}; {left} of the template before {is_} left, replaced one by one"
             ranks = allocation.indices if allocation is not None else range(0)
             problem = scheduled.start_problem(observed, ranks)
-            reason, detail = (problem.reason, f": {problem.message}") if problem else (None, "")
-            return condition(True, reason or Reason.TEMPLATE_CHANGED, f"{message}{detail}")
-        return condition(True, Reason.TRAINING, f"{message}{_describe_spares(observed, allocation)}")
+            if problem is None:
+                return condition(True, Reason.TEMPLATE_CHANGED, message)
+            return condition(True, problem.reason, f"{message}: {problem.message}")
+        return condition(True, reason, f"{message}{_describe_spares(observed, allocation)}")
     if assessment.phase is not JobPhase.RUNNABLE:
         return condition(False, assessment.reason, assessment.message)
     if allocation is None or allocation.replicas == 0:
@@ -277,15 +286,10 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
     problem = scheduled.start_problem(observed, allocation.indices, allocation.spares)
     if problem is not None:
         return condition(False, problem.reason, problem.message)
-    failures = assessment.failures.count.count
-    if failures:
-        limit = observed.resource.valid_job.backoff_limit
-        message = f"Restarting after failure {failures} of the program (backoffLimit {limit})"
-        return condition(False, Reason.PROGRAM_FAILED, message)
-    replicas = plural(allocation.replicas, "replica")
-    if counts["attempts"]["trained"]:
-        return condition(False, Reason.REENTERING, f"Resuming on {replicas}")
-    return condition(False, Reason.STARTING, f"Starting on {replicas}")
+    failures, has_trained = assessment.failures.count.count, bool(counts["attempts"]["trained"])
+    job = observed.resource.valid_job
+    found = describe_start(job, allocation.replicas, failures, has_trained=has_trained)
+    return condition(False, *found)
 
 
 def _describe_spares(observed: ObservedJob, allocation: Allocation | None) -> str:
@@ -340,13 +344,11 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> JobCon
     if due is None:
         return None
     job = observed.resource.valid_job
-    target = f"completionDeadlineSeconds ({job.completion_deadline_seconds})"
     if scheduled.assessment.ended:
-        if scheduled.phase is JobPhase.COMPLETE and _ended_at(observed, scheduled) <= due:
-            return JobCondition(kind, True, Reason.DEADLINE_MET, f"Complete within {target}")
-        return JobCondition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}")
-    outlook = deadline_outlook(
-        target,
+        in_time = scheduled.phase is JobPhase.COMPLETE and _ended_at(observed, scheduled) <= due
+        return JobCondition(kind, in_time, *describe_completion(job, in_time=in_time))
+    outlook = describe_feasibility(
+        job,
         scheduled.decision.feasibility,
         has_passed=observed.now >= due and not observed.program_finished,
         # Its smallest count may exceed its replicaLimit.
@@ -355,7 +357,7 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> JobCon
     if outlook is None:
         before = condition_of(observed.resource.status, kind)
         # A prediction for another target, or before the job was stopped, does not hold.
-        holds = before is not None and f"{target}, as predicted" in before.message
+        holds = before is not None and f"{deadline_target(job)}, as predicted" in before.message
         return before if holds and scheduled.phase in {JobPhase.RUNNABLE, JobPhase.BLOCKED} else None
     reason, message = outlook
     return JobCondition(kind, reason is Reason.COUNT_SUFFICES, reason, message)
@@ -416,18 +418,6 @@ def _state(conditions: list[JobCondition], scheduled: ScheduledJob) -> JobStateN
     if scheduled.phase is JobPhase.RUNNABLE and allocation is not None and allocation.replicas:
         return JobStateName.STARTING
     return JobStateName.PENDING
-
-
-def replica_limit_problem(job: JobDefinition) -> str | None:
-    """Return a message about a limit below the smallest valid count. None if there is no such limit."""
-    limit, fewest = job.replica_limit, job.core_replicas
-    if not limit or limit >= fewest:
-        return None
-    return (
-        f"spec.replicaLimit is {limit}, but the job needs at least {plural(fewest, 'replica')}, so the limit "
-        f"is {fewest}: raise spec.replicaLimit to {fewest} or more, lower spec.minReplicas, or set "
-        "spec.replicaLimit to 0 to stop the job"
-    )
 
 
 MAX_MESSAGE = 1000
@@ -512,8 +502,8 @@ def _rescheduled(
         if recorded.replicas == 0:
             yield Event("Resumed", f"Resumed on {plural(allocation.replicas, 'replica')}")
         else:
-            change = f"{recorded.replicas} -> {allocation.replicas}"
-            yield Event("Rescaling", f"Rescaling {change}: {scheduled.decision.reason}")
+            reason = scheduled.decision.reason
+            yield Event("Rescaling", describe_change(recorded.replicas, allocation.replicas, reason))
     elif has_new_bounds(observed):
         yield Event("SpecChanged", "Applying the changed spec")
 

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from adascale_client import MetricsServiceClient
+from adascale_controller.job.phase import Assessment, JobPhase
 from adascale_controller.operator.apply.applier import Applier, BeforePods
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
-from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob, Observer, observe
+from adascale_controller.operator.observe.observed_job import ObservedJob, Observer, observe
 from adascale_controller.operator.observe.pods import Pod, is_deleting, lost_nodes
-from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
+from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline, reconcile
 from adascale_controller.operator.runtime.health import OperatorMetrics
 from adascale_controller.operator.runtime.job_follower import Deregistration, JobFollower
@@ -71,7 +72,7 @@ STORE = "store explained decisions"
 class _TrackedJob:
     """A job as it was looked at last."""
 
-    cached: CachedJob
+    cached: ObservedJob
     observed: ObservedJob
     assessment: Assessment
 
@@ -411,7 +412,7 @@ class OperatorLoop:
                     looked_at.add(key)
         return looked_at
 
-    async def _read(self, keys: Collection[JobKey]) -> dict[JobKey, CachedJob]:
+    async def _read(self, keys: Collection[JobKey]) -> dict[JobKey, ObservedJob]:
         """Read jobs from the caches, and drop jobs that no longer exist."""
         cached, gone = {}, []
         async for key in self._in_slices(list(keys)):
@@ -673,7 +674,7 @@ def _fixed_pods(job: _TrackedJob) -> Sequence[Pod]:
     return () if job.assessment.phase is JobPhase.RUNNABLE else tuple(job.cached.pods)
 
 
-def _queued_pods(job: CachedJob) -> list[str]:
+def _queued_pods(job: ObservedJob) -> list[str]:
     return [pod.uid for pod in job.live_pods.values() if pod.queue is not None]
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from adascale_controller.operator.reconcile.job_phase import JobPhase
+from adascale_controller.job.phase import JobPhase
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import METRICS_MEDIA_TYPE
 

@@ -40,8 +40,8 @@ from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import (
     Admission,
-    CachedJob,
     LookupResults,
+    ObservedJob,
     QueueView,
     assumed_claim,
     creation_problem,
@@ -145,13 +145,13 @@ class AdmissionReader:
             return answer.asked_at + ADMISSION_QUOTA_INTERVAL
         return answer.asked_at + (ADMISSION_RETRY_INTERVAL if has_failed else ADMISSION_INTERVAL)
 
-    def ask(self, cached: CachedJob, now: float, limit: asyncio.Semaphore) -> Calls:
+    def ask(self, cached: ObservedJob, now: float, limit: asyncio.Semaphore) -> Calls:
         """Ask the API server for a job. An earlier answer stays if it has none now."""
         answer = self._answers.setdefault(self._key(cached.resource), _Answer())
         answer.is_running, answer.asked_at = True, now
         return self._ask(cached, answer, limit)
 
-    async def _ask(self, cached: CachedJob, answer: _Answer, limit: asyncio.Semaphore) -> None:
+    async def _ask(self, cached: ObservedJob, answer: _Answer, limit: asyncio.Semaphore) -> None:
         job = cached.resource
         try:
             async with limit, deadline(DEADLINE):
@@ -170,7 +170,7 @@ class AdmissionReader:
         for key in waiting:
             self._on_answer(key)
 
-    async def _read(self, cached: CachedJob) -> Admission:
+    async def _read(self, cached: ObservedJob) -> Admission:
         try:
             pod = await self._cluster.admit_pod(_tried(cached.resource))
             return await self._with_extra_pods(cached.resource, Admission(_kept(pod["spec"])))
@@ -343,7 +343,7 @@ class LookupFetcher:
         if before is None or refusal is None or before.reason != refusal.reason:
             lookups.refusal = refusal
 
-    async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
+    async def fetch(self, jobs: Iterable[ObservedJob], now: float) -> None:
         """Start the calls that are due, and wait `CYCLE_WAIT` at most for claims and admission."""
         awaited: set[asyncio.Task[None]] = set()
         started: dict[asyncio.Task[None], JobKey] = {}
@@ -372,7 +372,7 @@ class LookupFetcher:
         lookups.running.discard(name)
         self._tasks.discard(task)
 
-    def results(self, job: CachedJob) -> LookupResults | None:
+    def results(self, job: ObservedJob) -> LookupResults | None:
         """Return the newest results for a job. None while its claim or its admission is unknown.
 
         Its pods depend on its claim, and where they can run on admission.
@@ -391,14 +391,14 @@ class LookupFetcher:
             return None
         return lookups
 
-    def next_due(self, job: CachedJob, now: float) -> float:
+    def next_due(self, job: ObservedJob, now: float) -> float:
         """Return when the lookups of a job are due next, in seconds since 1970; infinite if never."""
         lookups = self._jobs.get(job.resource.uid, _JobLookups())
         return min([next_start_check(job.pods, now), *(due for _, due, _ in self._calls(job, lookups, now))])
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def _calls(self, job: CachedJob, lookups: _JobLookups, now: float) -> Iterator[_Call]:
+    def _calls(self, job: ObservedJob, lookups: _JobLookups, now: float) -> Iterator[_Call]:
         """Yield the calls that a job may need, without those that have not returned."""
         resource = job.resource
         if _asks_admission(job):
@@ -444,7 +444,7 @@ def _claim_due(job: AdaScaleJob, name: str, lookups: _JobLookups) -> float:
     return lookups.begun_at.get("claim", _NEVER) + CLAIM_INTERVAL if is_awaited else float("inf")
 
 
-def _asks_admission(job: CachedJob) -> bool:
+def _asks_admission(job: ObservedJob) -> bool:
     """Whether it matters what admission makes of the pods of a job: it may get more of them."""
     return job.resource.job is not None and not has_ended(job.resource.status)
 

@@ -8,59 +8,73 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
 from adascale_controller.formatting import plural
 from adascale_controller.job.failing_counts import FailingCounts
-from adascale_controller.job.placement_backoff import PlacementBackoff, startable
+from adascale_controller.job.placement_backoff import startable
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, failed_pods, program_failures
 from adascale_controller.operator.schedule.nodes import TypedDemands, free_nodes, pod_request
-from adascale_controller.operator.schedule.quota import describe_quota, quota_limit
+from adascale_controller.operator.schedule.quota import quota_limit
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.schedule.capacity_requests import CapacityRequests
 from adascale_controller.schedule.cycle import Contender, Solution
-from adascale_controller.schedule.measurements import JobMeasurements, TemplateMeasurements, training_target
+from adascale_controller.schedule.measurements import TemplateMeasurements, training_target
+from adascale_controller.schedule.memory import JobMemory, Limit, lowest
 from adascale_core.decision.decide import Decision
 from adascale_core.decision.job_utility import JobState
-from adascale_core.decision.type_choice import Accelerator, TypeChoice, TypeOptions
-from adascale_core.performance.goodput_table import candidate_counts
+from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.placement.capacity import NodeCapacity
-from adascale_core.placement.packing import Demand, Node
+from adascale_core.placement.packing import Node
 from adascale_core.views.jobs import JobView
 
 
-class JobMemory:
-    """What the scheduler has observed of one job.
+class PodMemory(JobMemory):
+    """What is remembered of a job on pods, and, while it may run, of the decisions about it.
 
     A restarted operator measures it again. Only the count that is given up is read from the status, because
     trying it again would cost a failure of the program.
     """
 
+    candidate: Candidate
+    """The job as the decision sees it."""
+
     def __init__(self) -> None:
-        self.measurements = JobMeasurements()
-        self.backoff = PlacementBackoff()
+        super().__init__()
+        self.begin()
         self.requests = CapacityRequests()
-        self.failing_counts = FailingCounts()
         self._early_failures: set[str] = set()
         """The pods whose program has failed before it joined a generation."""
         self.digest: str | None = None
         """The digest of the template of `failing_counts`."""
         self.request: Mapping[str, int] = MappingProxyType({})
         """What a pod requests."""
-        self.deadline: float | None = None
-        """The deadline of the job on the monotonic clock; None if it has none, or if it has passed."""
-        self._due: float | None = None
-        """The deadline in seconds since 1970, of which `deadline` was computed."""
         self._generation = -1
         """The generation of the AdaScaleJob of whose template jobs are measured."""
         self._spec: ApiObject | None = None
         """The PodSpec of which `request` was computed."""
+
+    def begin(self) -> None:
+        """Begin to follow decisions: the job may run from now on."""
+        self.requested: int | None = None
+        """The count that is being requested since the job was observed."""
+        self.standing: Decision | None = None
+        """The last decision about it, as it was made."""
+        self.present_type: str | None = None
+        """The type on which its replicas were when that was made."""
+        self.is_postponed = False
+        """Whether it may request more than fits once fewer others do."""
+        self.granted_after = inf
+        """When its request has succeeded, on the monotonic clock."""
+        self.held_since: float | None = None
+        """Since when it waits for replicas of jobs of lower priority to leave, in seconds since 1970."""
 
     def observe_spec(self, job: ObservedJob, templates: TemplateMeasurements) -> None:
         """Record what a pod of a job requests, and the template that it belongs to."""
@@ -72,24 +86,15 @@ class JobMemory:
 
     def observe(self, observed: ObservedJob, types: TypedDemands, fitting: Callable[[], int]) -> None:
         """Record the state of a job."""
-        view = observed.view
-        self.measurements.update(view, time.monotonic())
+        view, now = observed.view, time.monotonic()
+        self.measurements.update(view, now)
         if self.digest != observed.digest:
             # The program is another, or the operator has been restarted.
             self.failing_counts = FailingCounts(observed.recorded_failing_count)
             self.digest = observed.digest
-        self._observe_deadline(observed)
+        self.observe_deadline(observed.resource.deadline, observed.now, now)
         self._observe_failures(observed, view)
         self._observe_placement(observed, view, types, fitting)
-
-    def _observe_deadline(self, observed: ObservedJob) -> None:
-        due = observed.resource.deadline
-        if due is not None and due <= observed.now:
-            due = None
-        if due != self._due:
-            # Once, since the clocks differ a little at each reading.
-            self.deadline = None if due is None else time.monotonic() + due - observed.now
-            self._due = due
 
     def _observe_failures(self, observed: ObservedJob, view: JobView) -> None:
         self.failing_counts.update(view)
@@ -109,7 +114,7 @@ class JobMemory:
     def _observe_placement(
         self, observed: ObservedJob, view: JobView, types: TypedDemands, fitting: Callable[[], int]
     ) -> None:
-        current, spec = observed.current_allocation, observed.resource.valid_job.spec
+        current = observed.current_allocation
         live, errors = observed.live_pods, observed.agent_errors
         spares = observed.spares
         ready = {rank for rank, pod in live.items() if pod.is_placed and rank not in errors}
@@ -120,32 +125,19 @@ class JobMemory:
         if current is None or current.replicas == 0:
             return
         problem = observed.placement_problem(current.indices, spares)
-        if (
-            problem is not None
-            and problem.reason is Reason.UNSCHEDULABLE
-            and self.requests.active is not None
-        ):
-            # It does not fit yet, and that has a timeout of its own.
-            problem = None
-        if problem is not None and problem.reason in {Reason.QUEUED, Reason.SCHEDULING_GATED}:
-            # It waits in a queue, as long as its quota allows it.
-            problem = None
-
-        def valid() -> Sequence[int]:
-            present = types.by_type[types.present].accelerator if types.present is not None else None
-            accelerator = present.type if present is not None and present.required else None
-            bounds = spec.bounds.with_limit(view.local_bsz_limit_on(accelerator))
-            return candidate_counts(bounds, spec.min_replicas, spec.max_replicas)
-
-        self.backoff.update(
-            generation=current.generation,
-            count=current.replicas,
-            training=observed.training_replicas,
-            problem=(problem.reason, problem.message) if problem is not None else None,
-            placed=placed,
-            valid=valid,
-            capacity=fitting,
-            now=observed.now,
+        # In a queue it waits as long as its quota allows. A request beyond the capacity has its own timeout.
+        waits = {Reason.QUEUED, Reason.SCHEDULING_GATED}
+        if self.requests.active is not None:
+            waits.add(Reason.UNSCHEDULABLE)
+        self.observe_placement(
+            observed.resource.valid_job.spec,
+            view,
+            current,
+            placed,
+            None if problem is None or problem.reason in waits else (problem.reason, problem.message),
+            fitting,
+            observed.now,
+            accelerator=types.present if types.present in types.required else None,
         )
 
 
@@ -161,30 +153,17 @@ def _program(job: AdaScaleJob) -> str:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A job that may run, as the decision sees it."""
+class Candidate(Contender):
+    """A job on pods that may run."""
 
-    observed: ObservedJob
-    demand: Demand  # what it requests of the nodes, of any type of accelerator
-    # its state, on the type on which it was measured last, with the limit of the local batch size of its
-    # replicas
-    state: JobState
-    types: TypedDemands  # the types of accelerators that it may run on
-    states: Mapping[str, JobState]
-    template: tuple[object, ...]  # what jobs of its template had reported when the state was computed
-    limit_reason: str | None  # why it has `state.limit`; None if the decision has a better reason
-
-    def demand_on(self, accelerator: str | None) -> Demand:
-        """Return what it requests if it runs on a type of accelerator. None if it is not tied to a type."""
-        return self.demand if accelerator is None else self.types.by_type[accelerator].demand
-
-    def state_on(self, accelerator: str | None) -> JobState:
-        """Return its state on a type of accelerator. None if it is not tied to a type."""
-        return self.state if accelerator is None else self.states[accelerator]
+    observed: ObservedJob = field(kw_only=True)
+    types: TypedDemands = field(kw_only=True)
+    # what jobs of its template had reported when the state was computed
+    template: tuple[object, ...] = field(kw_only=True)
 
     def decided_state(self, decision: Decision | None) -> JobState:
         """Return its state on the type of a decision, if it may run on that now."""
-        return self.state_on(self.decided_type(decision))
+        return self.on(self.decided_type(decision))[0]
 
     def decided_type(self, decision: Decision | None) -> str | None:
         """Return the type of a decision. None if it has none, or none on which the job may run now."""
@@ -199,88 +178,46 @@ class Candidate:
         core = self.observed.core
         return self.state.priority if extra is None or core is None or self.state.replicas < core else extra
 
-    @property
-    def smallest(self) -> int | None:
-        """The smallest valid count. None if no count is valid."""
-        counts = candidate_counts(self.state.bounds, self.state.min_replicas, self.state.max_replicas)
-        return counts[0] if counts else None
-
-    @cached_property
-    def contender(self) -> Contender:
-        """It as the decision compares it: with the types on which a count is valid."""
-        smallest = {}
-        for name, state in self.states.items():
-            counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
-            if counts:
-                smallest[name] = counts[0]
-        demands = {name: self.types.by_type[name].demand for name in smallest}
-        states = {name: self.states[name] for name in smallest}
-        options = TypeOptions(self.state.id, smallest, demands, self.types.present, states)
-        return Contender(self.state, self.demand, options)
-
-    def explained(self, decision: Decision, choice: TypeChoice | None) -> Decision:
-        """Return a decision about it with the type that was chosen, and with why it has to shrink."""
-        if choice is not None:
-            name = choice.types.get(self.state.id)
-            accelerator = Accelerator() if name is None else self.types.by_type[name].accelerator
-            decision = replace(decision, accelerator=accelerator)
-        if self.limit_reason is not None and decision.replicas < self.state.replicas:
-            decision = replace(decision, reason=self.limit_reason)
-        return decision
+    def with_type(self, decision: Decision, choice: TypeChoice | None) -> Decision:
+        """Return a decision about it with the type that was chosen."""
+        if choice is None:
+            return decision
+        return replace(decision, accelerator=self.types.accelerator(choice.types.get(self.state.id)))
 
     def has_same_demand(self, other: Candidate) -> bool:
         """Whether two candidates request the same, apart from the nodes and the type of their replicas."""
 
         def compared(each: Candidate) -> object:
-            types = {
-                name: (typed.accelerator, typed.demand.nodes) for name, typed in each.types.by_type.items()
-            }
-            return replace(each.demand, placed={}), types
+            nodes = {name: demand.nodes for name, demand in each.demands.items()}
+            return replace(each.demand, placed={}), nodes, each.types.required
 
         return compared(self) == compared(other)
 
 
 def make_candidate(
     observed: ObservedJob,
-    memory: JobMemory,
-    demand: Demand,
+    memory: PodMemory,
     types: TypedDemands,
     fitting: Callable[[], int],
-    requested: int | None,
 ) -> Candidate:
     """Return a job as the decision sees it. Changes nothing."""
     job, view = observed.resource.valid_job, observed.view
     target, measured = training_target(job, view), memory.measurements
     state = measured.job_state(job, view, target)
     on_types = {
-        name: measured.job_state(job, view, target, name) if each.accelerator.required else state
-        for name, each in types.by_type.items()
+        name: measured.job_state(job, view, target, name) if name in types.required else state
+        for name in types.by_type
     }
-    failing = memory.failing_counts.given_up
-    extra = observed.extra_pods_problem
-    # Extra pods that run are not affected.
-    extra_limit = max(job.core_replicas, observed.training_replicas) if extra is not None else None
-    quota, current = quota_limit(observed), observed.current_allocation
-    backoff = memory.backoff.limit(fitting, observed.now)
-    spares_limit = _limit_beside_spares(observed, fitting) if observed.missing_spares else None
-    limits = [
-        extra_limit,
-        job.replica_limit,
-        backoff,
-        memory.failing_counts.limit,
-        quota,
-        spares_limit,
-    ]
-    limit = min((limit for limit in limits if limit is not None), default=None)
-    limit_reason = None
-    if limit is not None and limit == job.replica_limit:
-        limit_reason = f"spec.replicaLimit is {limit}"
-    elif extra is not None and limit == extra_limit:
-        limit_reason = f"no extra pods are made: {extra}"
-    elif failing is not None and limit == failing.limit:
-        limit_reason = str(failing)
-    elif quota is not None and limit == quota and current is not None and quota < current.replicas:
-        limit_reason = describe_quota(observed, quota)
+    limit, reason = lowest(
+        [
+            (job.replica_limit, f"spec.replicaLimit is {job.replica_limit}"),
+            _limit_of_extra_pods(observed),
+            *memory.limits(fitting, observed.now),
+            quota_limit(observed),
+            _limit_beside_spares(observed, fitting),
+        ]
+    )
+    current, requested = observed.current_allocation, memory.requested
     trains_current = view.desired == current and observed.training_replicas > 0
     replicas = current.replicas if current is not None else 0
 
@@ -294,7 +231,7 @@ def make_candidate(
             replicas=replicas if requested is None else requested,
             stable_since=state.stable_since if trains_current and requested is None else None,
             limit=limit,
-            limit_reason=_describe_limit(observed, limit, quota, spares_limit),
+            limit_reason=reason,
             **of_type,
         )
 
@@ -302,30 +239,39 @@ def make_candidate(
         name: completed(each, accelerator=name, moves=types.present is not None and name != types.present)
         for name, each in on_types.items()
     }
-    state = completed(state)
-    return Candidate(observed, demand, state, types, states, measured.template.reported, limit_reason)
+    return Candidate(
+        completed(state),
+        types.any,
+        types.present,
+        states,
+        types.by_type,
+        observed=observed,
+        types=types,
+        template=measured.template.reported,
+    )
 
 
-def _describe_limit(
-    observed: ObservedJob, limit: int | None, quota: int | None, spares_limit: int | None
-) -> str:
-    """Return what a limit comes from. Empty if that is not known."""
-    if quota is not None and limit == quota:
-        return describe_quota(observed, quota)
-    if spares_limit is not None and limit == spares_limit:
-        return f"beside {plural(observed.resource.valid_job.spare_replicas, 'spare')}"
-    return ""
+def _limit_of_extra_pods(observed: ObservedJob) -> Limit:
+    """Return the largest count if no extra pods are made. Those that run are not affected."""
+    problem = observed.extra_pods_problem
+    if problem is None:
+        return None, ""
+    core = observed.resource.valid_job.core_replicas
+    return max(core, observed.training_replicas), f"no extra pods are made: {problem}"
 
 
-def _limit_beside_spares(observed: ObservedJob, fitting: Callable[[], int]) -> int:
+def _limit_beside_spares(observed: ObservedJob, fitting: Callable[[], int]) -> Limit:
     """Return the largest count beside which the missing spares fit, but not less than the job has.
 
     So spares keep a job from growing, and a job on too few nodes trains without them. Spares that are on
     nodes take their places from all jobs (`Resources.free`).
     """
-    current = observed.current_allocation
+    if not observed.missing_spares:
+        return None, ""
+    job, current = observed.resource.valid_job, observed.current_allocation
     replicas = current.replicas if current is not None else 0
-    return max(fitting() - observed.missing_spares, replicas, observed.resource.valid_job.core_replicas)
+    limit = max(fitting() - observed.missing_spares, replicas, job.core_replicas)
+    return limit, f"beside {plural(job.spare_replicas, 'spare')}"
 
 
 @dataclass(frozen=True)

@@ -314,20 +314,23 @@ def _attributes(node: ApiObject) -> str:
 
 
 @dataclass(frozen=True)
-class TypedDemand:
-    """What a job requests of the nodes of one type."""
-
-    accelerator: Accelerator  # the type, and whether its pods have to be kept from others
-    demand: Demand
-
-
-@dataclass(frozen=True)
 class TypedDemands:
-    """The types that a job may run on."""
+    """What a job requests of the nodes, and of those of each type that it may run on."""
 
+    any: Demand  # of nodes of any type
     # type -> what it requests there. Empty if it is not tied to a type.
-    by_type: Mapping[str, TypedDemand] = field(default_factory=lambda: MappingProxyType({}))
+    by_type: Mapping[str, Demand] = field(default_factory=lambda: MappingProxyType({}))
+    required: frozenset[str] = frozenset()  # the types on which its pods have to be kept from others
     present: str | None = None  # the type of its replicas. None if it has none, or is not tied to a type.
+
+    @property
+    def on_present(self) -> Demand:
+        """What it requests of nodes of its present type, if it has one."""
+        return self.any if self.present is None else self.by_type[self.present]
+
+    def accelerator(self, name: str | None) -> Accelerator:
+        """Return a type as that of a decision. None if the job is not tied to a type."""
+        return Accelerator(name, required=name in self.required)
 
 
 class AcceleratorTypes:
@@ -353,18 +356,18 @@ class AcceleratorTypes:
         others = {} if NO_ACCELERATOR_LABEL in nodes and not _requests_device(demand.request) else nodes
         present, pinned = self._present(job, demand)
         if not others and not pinned:
-            return TypedDemands()
-        found = {
-            name: TypedDemand(Accelerator(name, required=len(others) > 1), self._on(demand, name, names))
-            for name, names in others.items()
-        }
+            return TypedDemands(demand)
+        found = {name: self._on(demand, name, names) for name, names in others.items()}
+        required = {*others} if len(others) > 1 else set()
         if present is not None:
             # Pods that don't require the type may stay where they are, but new ones have to.
             elsewhere = any(self._types.get(node, present) != present for node in demand.placed.values())
-            required = pinned or (len(others) > 1 and (elsewhere or not job.live_pods))
-            on_present = self._on(demand, present, nodes.get(present, frozenset()))
-            found[present] = TypedDemand(Accelerator(present, required), on_present)
-        return TypedDemands(found, present)
+            if pinned or (len(others) > 1 and (elsewhere or not job.live_pods)):
+                required.add(present)
+            else:
+                required.discard(present)
+            found[present] = self._on(demand, present, nodes.get(present, frozenset()))
+        return TypedDemands(demand, found, frozenset(required), present)
 
     def _nodes_by_type(self, demand: Demand) -> Mapping[str, frozenset[str]]:
         """Return type -> the nodes that a job may use and that hold a replica when they are empty."""

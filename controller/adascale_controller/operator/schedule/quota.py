@@ -18,11 +18,22 @@ from kubernetes.utils import parse_quantity
 from adascale_controller.formatting import plural
 from adascale_controller.operator.observe.observed_job import ObservedJob, QueueView
 from adascale_controller.operator.types.kubernetes import ApiObject, find_condition
+from adascale_controller.schedule.memory import Limit
 from adascale_core.batch.plans import valid_replicas
 
 
-def quota_limit(observed: ObservedJob) -> int | None:
-    """Return the largest count for which Kueue has quota. None if its growth is in no queue."""
+def quota_limit(observed: ObservedJob) -> Limit:
+    """Return the largest count for which Kueue has quota, and why. None if its growth is in no queue."""
+    limit = _quota_limit(observed)
+    if limit is None:
+        return None, ""
+    view = observed.queue
+    if view is not None and view.room is not None:
+        return limit, f"the quota of ClusterQueue {view.cluster_queue} holds {plural(limit, 'replica')}"
+    return limit, f"Kueue is asked for {plural(limit, 'replica')} first"
+
+
+def _quota_limit(observed: ObservedJob) -> int | None:
     job, view, group = observed.resource, observed.queue or QueueView(), observed.group_size
     if job.queue_of(extra=observed.core is not None) is None:
         return None
@@ -36,14 +47,6 @@ def quota_limit(observed: ObservedJob) -> int | None:
     spec = job.valid_job.spec
     counts = valid_replicas(spec.bounds, spec.max_replicas)
     return next((larger for larger in counts if larger > count and larger >= spec.min_replicas), count)
-
-
-def describe_quota(observed: ObservedJob, limit: int) -> str:
-    """Return why a job gets no more than a limit of its quota."""
-    view = observed.queue
-    if view is not None and view.room is not None:
-        return f"the quota of ClusterQueue {view.cluster_queue} holds {plural(limit, 'replica')}"
-    return f"Kueue is asked for {plural(limit, 'replica')} first"
 
 
 _EVICTED: Final = "Evicted"

@@ -14,7 +14,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.candidate import (
     Candidate,
-    JobMemory,
+    PodMemory,
     Resources,
     SparePods,
     find_preempting,
@@ -42,7 +42,6 @@ from adascale_controller.schedule.cycle import (
 )
 from adascale_controller.schedule.measurements import TemplateMeasurements
 from adascale_core.decision.decide import Decision
-from adascale_core.decision.explanation import explain
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.placement.packing import Demand
 from adascale_core.views.decision import DecisionView, LimitKind, LimitView
@@ -88,21 +87,6 @@ class DecisionResult:
     growth: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
-@dataclass
-class _Job:
-    """A job that may run."""
-
-    candidate: Candidate
-    memory: JobMemory
-    requested: int | None = None  # the count that is being requested since the job was observed
-    standing: Decision | None = None  # the last decision about it, as it was made
-    present_type: str | None = None  # the type on which its replicas were when that was made
-    is_postponed: bool = False  # whether it may request more than fits once fewer others do
-    granted_after: float = inf  # when its request has succeeded, on the monotonic clock
-    # since when it waits for replicas of jobs of lower priority to leave, in seconds since 1970
-    held_since: float | None = None
-
-
 class Scheduler:
     """Chooses the replica counts of all jobs that may run.
 
@@ -121,11 +105,12 @@ class Scheduler:
         self._request_nodes = request_nodes
         self._fairness = fairness
         self._accelerator_types = AcceleratorTypes(accelerator_label)
-        self._memories: dict[str, JobMemory] = {}
+        self._memories: dict[str, PodMemory] = {}
         self._templates = TemplateMeasurements()
         self._node_selection = NodeSelection()
         self._explanations = ExplanationSchedule()
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, PodMemory] = {}
+        """Job id -> the memory of a job that may run."""
         self._resources = Resources(None, ())
         self._spares: dict[str, SparePods] = {}
         """Job id -> its spares that are on nodes."""
@@ -159,10 +144,9 @@ class Scheduler:
             self._accelerator_types = AcceleratorTypes(self._accelerator_label, nodes or ())
         for job in self._jobs.values():
             observed = job.candidate.observed
-            failed = job.memory.backoff.failed_placement(observed.now)
+            failed = job.backoff.failed_placement(observed.now)
             if selects_others or observed.missing_spares or failed is not None:
-                demands = self._demands(job.memory, observed)
-                self._replace(job, self._candidate(job.memory, observed, job.requested, *demands))
+                self._replace(job, self._candidate(job, observed, self._demands(job, observed)))
 
     def update(self, job: ObservedJob) -> None:
         """Use this state of a job that may run from now on."""
@@ -171,18 +155,21 @@ class Scheduler:
             # Another AdaScaleJob of this name.
             self.remove(job_id)
             known = None
-        memory = self._memories.setdefault(uid, JobMemory())
+        memory = self._memories.setdefault(uid, PodMemory())
         memory.observe_spec(job, self._templates)
         self._update_spares(job)
-        demand, types = self._demands(memory, job)
-        memory.observe(job, types, lambda: self._fitting(job_id, demand, types))
-        candidate = self._candidate(memory, job, None, demand, types)
+        types = self._demands(memory, job)
+        memory.observe(job, types, lambda: self._fitting(job_id, types))
         if known is None:
-            self._jobs[job_id] = _Job(candidate, memory)
+            memory.begin()
+        memory.requested = None
+        candidate = self._candidate(memory, job, types)
+        if known is None:
+            memory.candidate = candidate
+            self._jobs[job_id] = memory
             self._jobs_changed = True
         else:
-            known.requested = None
-            self._replace(known, candidate)
+            self._replace(memory, candidate)
 
     def _update_spares(self, job: ObservedJob) -> None:
         """Count the spares of a job that are on nodes as taken."""
@@ -196,7 +183,7 @@ class Scheduler:
             self._resources = self._resources.with_spares(tuple(self._spares.values()))
             self._resources_changed = True
 
-    def _replace(self, job: _Job, candidate: Candidate) -> None:
+    def _replace(self, job: PodMemory, candidate: Candidate) -> None:
         """Use another state of a job, and record whether that makes a decision due."""
         before, job.candidate = job.candidate, candidate
         kept = job.standing or Decision(before.state.replicas, "")
@@ -222,10 +209,9 @@ class Scheduler:
             job.requested = replicas
             self._renew(job)
 
-    def _renew(self, job: _Job) -> None:
+    def _renew(self, job: PodMemory) -> None:
         """Compute the state of a job again, with what was observed before."""
-        known = job.candidate
-        job.candidate = self._candidate(job.memory, known.observed, job.requested, known.demand, known.types)
+        job.candidate = self._candidate(job, job.candidate.observed, job.candidate.types)
 
     def remove(self, job_id: str) -> None:
         """Drop a job that may not run, or is gone."""
@@ -265,7 +251,7 @@ class Scheduler:
     def decision_input(self) -> DecisionInput:
         """Return what a decision is about now."""
         for job in self._jobs.values():
-            if job.candidate.template != job.memory.measurements.template.reported:
+            if job.candidate.template != job.measurements.template.reported:
                 self._renew(job)
                 self._measurements_changed = True
         same_jobs = not (self._jobs_changed or self._measurements_changed)
@@ -283,14 +269,14 @@ class Scheduler:
             cost = max(before.cost, time.thread_time() - begun)
             return replace(before, input=given, cost=cost)
         solution = decide_all(
-            [each.contender for each in candidates.values()],
+            candidates.values(),
             resources.places(candidates.values()),
             now,
             before.solution if before is not None else Solution(),
             fairness=self._fairness,
         )
         choice, decided = solution.choice, solution.decisions.items()
-        decisions = {job: candidates[job].explained(each, choice) for job, each in decided}
+        decisions = {job: candidates[job].with_type(each, choice) for job, each in decided}
         solution = replace(solution, decisions=decisions)
         next_change = min((problem.next_change(now) for problem in solution.problems), default=inf)
         preempting = find_preempting(candidates.values(), solution, resources)
@@ -351,16 +337,7 @@ class Scheduler:
         self._is_explained = not self._explanations.has_more
         if not due:
             return ()
-        found: dict[str, DecisionView] = {}
-        for problem in solution.problems:
-            found |= explain(
-                problem,
-                result.decided_at,
-                decisions=solution.decisions,
-                time=time.time(),
-                only=due,
-                choice=solution.choice,
-            )
+        found = solution.explain(due, result.decided_at, time.time())
         self._explain_cost = time.thread_time() - begun
         pause = 0.0 if self._is_explained else self._explain_cost / MAX_SHARE
         self._explain_at = time.monotonic() + pause
@@ -403,15 +380,13 @@ class Scheduler:
         decision = holding(job.standing, candidate.decided_state(job.standing))
         if decision is None:
             return None
-        if decision is not job.standing and candidate.limit_reason is not None:
-            decision = replace(decision, reason=candidate.limit_reason)
         if _is_about_another_type(job):
             replicas = candidate.state.replicas
             return Decision(replicas, "unchanged") if replicas else None
         decided_type = candidate.decided_type(decision)
         if decided_type is not None:
             # The type is what was decided. Whether its pods have to require it depends on where they are now.
-            decision = replace(decision, accelerator=candidate.types.by_type[decided_type].accelerator)
+            decision = replace(decision, accelerator=candidate.types.accelerator(decided_type))
         request = self._request(job, decision)
         if request is not None:
             return replace(decision, replicas=request.count, reason=request.message, waiting=False)
@@ -421,7 +396,7 @@ class Scheduler:
 
     # -- jobs of lower priority -----------------------------------------------------------------------------
 
-    def _after_leaving(self, job: _Job, decision: Decision) -> Decision:
+    def _after_leaving(self, job: PodMemory, decision: Decision) -> Decision:
         """Return a decision, without growth while replicas of jobs of lower priority leave for it.
 
         The Kubernetes scheduler would preempt pods of these jobs for a pending pod, and others than those
@@ -459,9 +434,9 @@ class Scheduler:
 
     # -- requests beyond the capacity -----------------------------------------------------------------------
 
-    def _request(self, job: _Job, decision: Decision) -> CapacityRequest | None:
+    def _request(self, job: PodMemory, decision: Decision) -> CapacityRequest | None:
         """Return the count that a job requests although it does not fit, which may be a new request."""
-        candidate, requests, now = job.candidate, job.memory.requests, job.candidate.observed.now
+        candidate, requests, now = job.candidate, job.requests, job.candidate.observed.now
         job.is_postponed = False
         active = requests.active
         if active is not None:
@@ -487,7 +462,7 @@ class Scheduler:
             requests.begin(*found, decision.replicas, now)
         return requests.active
 
-    def _due_request(self, job: _Job, decision: Decision) -> tuple[RequestKind, int] | None:
+    def _due_request(self, job: PodMemory, decision: Decision) -> tuple[RequestKind, int] | None:
         """Return why to request which count of a job that does not fit. None if there is no reason to."""
         candidate, observed = job.candidate, job.candidate.observed
         result, smallest, job_id = self._result, candidate.smallest, candidate.state.id
@@ -498,7 +473,7 @@ class Scheduler:
             is_settled = decision.replicas == candidate.state.replicas == observed.training_replicas
             may_grow = (
                 is_settled
-                and job.memory.backoff.failed_placement(observed.now) is None
+                and job.backoff.failed_placement(observed.now) is None
                 and self._may_request_nodes(candidate)
             )
             return (NODES, count) if count is not None and count > decision.replicas and may_grow else None
@@ -513,12 +488,12 @@ class Scheduler:
         of_job = candidate.observed.resource.valid_job.request_nodes
         return self._request_nodes if of_job is None else of_job
 
-    def _waiting_reason(self, job: _Job, reason: str) -> str:
+    def _waiting_reason(self, job: PodMemory, reason: str) -> str:
         """Return the reason of a decision that a job waits for capacity, with what keeps it from nodes."""
         observed = job.candidate.observed
-        obstacles = self._node_selection.obstacles(observed.pod_spec, job.memory.request)
+        obstacles = self._node_selection.obstacles(observed.pod_spec, job.request)
         problem = observed.admission.problem
-        refusal = job.memory.requests.describe_refusal(observed.now)
+        refusal = job.requests.describe_refusal(observed.now)
         unknown = f"What admission makes of the pods is not known ({problem})" if problem else ""
         return ". ".join(filter(None, (reason, obstacles, unknown, refusal)))
 
@@ -540,7 +515,7 @@ class Scheduler:
         demands, counts = {}, {}
         for job_id, job in self._jobs.items():
             decision = result.solution.decisions.get(job_id) if job_id not in stale else None
-            demands[job_id] = job.candidate.demand_on(job.candidate.decided_type(decision))
+            demands[job_id] = job.candidate.on(job.candidate.decided_type(decision))[1]
             if decision is not None:
                 replicas = decision.replicas
             else:
@@ -566,7 +541,7 @@ class Scheduler:
     def _candidates(self) -> dict[str, Candidate]:
         return {job_id: job.candidate for job_id, job in self._jobs.items()}
 
-    def _demands(self, memory: JobMemory, observed: ObservedJob) -> tuple[Demand, TypedDemands]:
+    def _demands(self, memory: PodMemory, observed: ObservedJob) -> TypedDemands:
         """Return the requests of a job to nodes of any type of accelerator, and to nodes of each type."""
         demand = Demand(
             request=memory.request,
@@ -575,32 +550,23 @@ class Scheduler:
             one_node=observed.single_node,
         )
         if self._resources.nodes is None:
-            return demand, TypedDemands()
-        return demand, self._accelerator_types.demands(observed, demand)
+            return TypedDemands(demand)
+        return self._accelerator_types.demands(observed, demand)
 
-    def _candidate(
-        self,
-        memory: JobMemory,
-        observed: ObservedJob,
-        requested: int | None,
-        demand: Demand,
-        types: TypedDemands,
-    ) -> Candidate:
+    def _candidate(self, memory: PodMemory, observed: ObservedJob, types: TypedDemands) -> Candidate:
         """Return a job as the decision sees it."""
-        job_id = observed.resource.id
-        fitting = partial(self._fitting, job_id, demand, types)
-        return make_candidate(observed, memory, demand, types, fitting, requested)
+        fitting = partial(self._fitting, observed.resource.id, types)
+        return make_candidate(observed, memory, types, fitting)
 
-    def _fitting(self, job_id: str, demand: Demand, types: TypedDemands) -> int:
+    def _fitting(self, job_id: str, types: TypedDemands) -> int:
         """Return how many replicas of a job seem to fit."""
-        present = demand if types.present is None else types.by_type[types.present].demand
         problems = self._result.solution.problems if self._result is not None else ()
         places = self._resources.places(self._candidates.values())
-        capacity = capacity_of(places, {job_id: present}, problems)
+        capacity = capacity_of(places, {job_id: types.on_present}, problems)
         return capacity.max_replicas(job_id)
 
 
-def _is_about_another_type(job: _Job) -> bool:
+def _is_about_another_type(job: PodMemory) -> bool:
     """Whether a job has left the type of accelerator on which it was when it was decided about.
 
     A job without replicas may get any type, so both decisions would hold in turn.
