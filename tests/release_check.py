@@ -5,6 +5,7 @@ minutes, and the date and commit of its run. `make release-check CHECKS="helm ku
 leaves the other rows. A part on a cluster is not run without the one that its variable names:
 
 - KUBECONFIG: one with the images of this clone, Kueue (`.ci/kueue`) and helm;
+- GANGS_KUBECONFIG: one of Kubernetes 1.37 with PodGroups and the same (`KUBERNETES=1.37.2 .ci/cluster`);
 - SIMULATED_KUBECONFIG: one with simulated nodes, which KWOK manages (see bench/at_scale.py).
 """
 
@@ -64,6 +65,13 @@ PARTS = (
     ),
     Part("kueue", "queues of Kueue", ("make", "e2e-release", "E2E_RELEASE=kueue"), needs="KUBECONFIG"),
     Part("helm", "a release of the chart", ("make", "e2e-release", "E2E_RELEASE=helm"), needs="KUBECONFIG"),
+    Part(
+        "kubernetes-1.37",
+        "all tests on a cluster, on Kubernetes 1.37 with gangs",
+        ("make", "e2e"),
+        {"KUBECONFIG": os.environ.get("GANGS_KUBECONFIG", "")},
+        needs="GANGS_KUBECONFIG",
+    ),
     Part(
         "scale",
         "1,000 jobs on 1,000 simulated nodes",

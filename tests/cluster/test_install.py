@@ -134,6 +134,7 @@ CONTROLLER_MAY: list[Attributes] = [
     ("", "pods", "create", ""),
     ("", "pods", "patch", ""),
     ("", "pods", "delete", ""),
+    ("scheduling.k8s.io", "podgroups", "create", ""),
     ("", "persistentvolumeclaims", "create", ""),
     ("", "events", "create", ""),
     ("", "configmaps", "create", ""),

@@ -49,9 +49,10 @@ class OperatorMachine(RuleBasedStateMachine):
         self.cluster = FakeCluster(types=self.types)
         self.random = random.Random(0)
 
-    @initialize(count=COUNTS, seed=SEEDS)
-    def submit_the_job(self, count: int, seed: int) -> None:
+    @initialize(count=COUNTS, seed=SEEDS, serves_gangs=st.booleans())
+    def submit_the_job(self, count: int, seed: int, serves_gangs: bool) -> None:
         OperatorMachine.decided = count
+        self.cluster.pod_groups = {} if serves_gangs else None
         self.random.seed(seed)
         self.cluster.meanwhile = self._meanwhile
         self.cluster.submit()
@@ -334,12 +335,13 @@ def test_the_job_reaches_the_requested_state_whatever_happens(
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(8), stateful_step_count=25))
 
 
+@pytest.mark.parametrize("serves_gangs", [False, True])
 @pytest.mark.parametrize("before", range(7))
 def test_an_operator_that_is_killed_before_any_write_makes_no_second_replica_and_stops_none_that_trains(
-    before: int,
+    before: int, serves_gangs: bool
 ) -> None:
     """The cluster of the test refuses both."""
-    cluster = FakeCluster()
+    cluster = FakeCluster(pod_groups={} if serves_gangs else None)
     changes: list[tuple[Callable[[], object], int]] = [
         (lambda: cluster.submit(minReplicas=2), 2),
         (lambda: cluster.edit(minReplicas=4), 4),
@@ -358,6 +360,7 @@ def test_an_operator_that_is_killed_before_any_write_makes_no_second_replica_and
         cluster.kill_before = None
         cluster.run_cycles(20)
         assert (cluster.status["replicas"], len(cluster.live_pods)) == (replicas, replicas)
+    assert bool(cluster.pod_groups) == serves_gangs
 
 
 @pytest.mark.parametrize(

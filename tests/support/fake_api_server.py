@@ -40,6 +40,8 @@ class FakeApiServer(KubernetesCluster):
     """What admission makes of a pod; it may raise an `ApiServerError`."""
     spec: Object = field(default_factory=dict)
     """Fields of the spec of each AdaScaleJob that is submitted."""
+    pod_groups: dict[str, int] | None = None
+    """The PodGroups, with how many pods each places at least; None if it serves none."""
     now: float = 1_800_000_000.0
     version: int = 100
     writes: list[str] = field(default_factory=list)
@@ -202,8 +204,19 @@ class FakeApiServer(KubernetesCluster):
     async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
         if plural == "pods":
             return await self.create_pod(manifest)
+        if plural == "podgroups":
+            return self._put_pod_group(manifest)
         is_new = plural == "secrets" and key(manifest) not in self.secrets
         return self._put_secret(manifest) if is_new else None
+
+    def _put_pod_group(self, manifest: ApiObject) -> ApiObject | None:
+        name, groups = manifest["metadata"]["name"], self.pod_groups
+        if groups is None:
+            raise ApiServerError("the server could not find the requested resource", 404)
+        self.before_write(f"create PodGroup {name}")
+        is_new = name not in groups
+        groups[name] = manifest["spec"]["schedulingPolicy"]["gang"]["minCount"]
+        return manifest if is_new else None
 
     async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
         """Create a pod of a replica. No second one of a rank may be there."""

@@ -150,7 +150,7 @@ class FakeCluster(FakeApiServer):
         Pods prefer the nodes where their job has other pods, as their affinity says.
         """
         for raw in self.live_pods:
-            if "nodeName" in raw["spec"] or raw["spec"].get("schedulingGates"):
+            if "nodeName" in raw["spec"] or raw["spec"].get("schedulingGates") or not self._has_gang(raw):
                 continue
             nodes = ["node1"]
             if self.types:
@@ -163,6 +163,14 @@ class FakeCluster(FakeApiServer):
             elif not raw["status"].get("conditions"):
                 status = {"phase": "Pending", "conditions": [UNSCHEDULABLE]}
                 self.write(Resource.PODS, {**raw, "status": status})
+
+    def _has_gang(self, raw: Object) -> bool:
+        """Whether as many pods of the PodGroup of a pod are there as are placed together."""
+        group = raw["spec"].get("schedulingGroup")
+        if group is None or self.pod_groups is None:
+            return True
+        members = [each for each in self.live_pods if each["spec"].get("schedulingGroup") == group]
+        return len(members) >= self.pod_groups[group["podGroupName"]]
 
     def _used_slots(self, node: str) -> int:
         pods = self.objects[Resource.PODS].values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.kubernetes_cluster import (
@@ -13,7 +13,7 @@ from adascale_controller.operator.apply.kubernetes_cluster import (
     KubernetesCluster,
     PodRefusedError,
 )
-from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest
+from adascale_controller.operator.apply.manifests import claim_manifest, pod_group_manifest, pod_manifest
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event, NewPod, StatusChange, Stop
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
@@ -164,6 +164,10 @@ class Applier:
                 applied.claim_created = True
         if self.before_pods is not None:
             await self.before_pods(job.namespace)
+        if left[0].group_size and not observed.is_queued:
+            group = pod_group_manifest(job, left[0].group_size, observed.digest, observed.pod_spec)
+            if not await self.cluster.create_pod_group(group):
+                left = [replace(pod, group_size=0) for pod in left]
         size = 1
         while left and applied.refused is None and applied.template_rejection is None:
             batch, left = left[:size], left[size:]

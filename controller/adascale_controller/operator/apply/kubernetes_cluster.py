@@ -25,7 +25,7 @@ from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import END_DEADLINE, Cached, cached_fields
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
-from adascale_controller.operator.types.settings import KUEUE_GROUP
+from adascale_controller.operator.types.settings import KUEUE_GROUP, POD_GROUP_VERSION
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 
@@ -43,7 +43,11 @@ MAX_RETRY_AFTER_OF_LEASE = 1.0
 PAGE_SIZE = 500
 """Objects per page of a list."""
 
-_GROUPS = {names.PLURAL: f"/apis/{names.GROUP_VERSION}", "leases": "/apis/coordination.k8s.io/v1"}
+_GROUPS = {
+    names.PLURAL: f"/apis/{names.GROUP_VERSION}",
+    "leases": "/apis/coordination.k8s.io/v1",
+    "podgroups": f"/apis/{POD_GROUP_VERSION}",
+}
 """The groups of resources that are not of the core."""
 _MERGE_PATCH = "application/merge-patch+json"
 _APPLY_PATCH = "application/apply-patch+yaml"
@@ -175,6 +179,19 @@ class KubernetesCluster:
         query = {**_FIELD_MANAGER, "fieldValidation": "Strict"}
         path = _path(plural, manifest["metadata"]["namespace"])
         return await self._object({409}, "POST", path, query, manifest)
+
+    async def create_pod_group(self, manifest: ApiObject) -> bool:
+        """Create a PodGroup. Returns whether it exists.
+
+        It does not where the API server does not serve PodGroups, or the operator may not create them.
+        """
+        try:
+            await self.create("podgroups", manifest)
+        except ApiServerError as error:
+            if error.status not in {403, 404}:
+                raise
+            return False
+        return True
 
     async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
         """Replace an object and return it. None if it has another version than the manifest, or is gone."""

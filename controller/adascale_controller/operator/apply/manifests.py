@@ -17,11 +17,12 @@ from typing import Any, Final
 from adascale_controller.job_definition import trainer_environment
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, template_digest
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.kubernetes import Manifest
+from adascale_controller.operator.types.kubernetes import ApiObject, Manifest, only
 from adascale_controller.operator.types.settings import (
     CHECKPOINT_FOLDER,
     POD_GROUP,
     POD_GROUP_SIZE,
+    POD_GROUP_VERSION,
     QUEUE_NAME,
     Queueing,
 )
@@ -428,13 +429,16 @@ def pod_manifest(job: AdaScaleJob, pod: NewPod, *, single_node: bool = False) ->
     """Return a pod of a replica."""
     template = build_pod_template(job, pod, single_node=single_node)
     metadata, added = template["metadata"], _metadata(job, f"{job.name}-{pod.rank}-{pod.attempt}")
-    queue = job.queue_of(extra=pod.extra)
+    queue, digest = job.queue_of(extra=pod.extra), template_digest(job, single_node=single_node)
     queueing = job.queueing if queue is not None and not pod.extra else Queueing()
-    group = {POD_GROUP: job.group_name} if pod.group_size else {}
+    queued_group = pod.group_size if queue is not None else 0
+    template["spec"].pop("schedulingGroup", None)  # one of the template would wait for the pods of another
+    if pod.group_size and queue is None:
+        template["spec"]["schedulingGroup"] = {"podGroupName": job.gang_name(pod.group_size, digest)}
     labels = {
         **queueing.labels,
         **({QUEUE_NAME: queue} if queue is not None else {}),
-        **group,
+        **({POD_GROUP: job.group_name} if queued_group else {}),
         names.LABEL_JOB_UID: job.uid,
         names.LABEL_REPLICA: str(pod.rank),
         names.LABEL_ATTEMPT: str(pod.attempt),
@@ -442,8 +446,8 @@ def pod_manifest(job: AdaScaleJob, pod: NewPod, *, single_node: bool = False) ->
     }
     annotations = {
         **queueing.annotations,
-        **({POD_GROUP_SIZE: str(pod.group_size)} if pod.group_size else {}),
-        names.ANNOTATION_TEMPLATE: template_digest(job, single_node=single_node),
+        **({POD_GROUP_SIZE: str(queued_group)} if queued_group else {}),
+        names.ANNOTATION_TEMPLATE: digest,
         **({names.ANNOTATION_ACCELERATOR: pod.accelerator} if pod.accelerator is not None else {}),
     }
     for field, values in (("labels", labels), ("annotations", annotations)):
@@ -453,6 +457,17 @@ def pod_manifest(job: AdaScaleJob, pod: NewPod, *, single_node: bool = False) ->
     for field in ("name", "namespace", "ownerReferences"):
         metadata[field] = added[field]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+def pod_group_manifest(job: AdaScaleJob, size: int, digest: str, pod_spec: ApiObject) -> Manifest:
+    """Return the PodGroup by which the scheduler of Kubernetes places pods together, of their priority."""
+    spec: Manifest = {"schedulingPolicy": {"gang": {"minCount": size}}}
+    return {
+        "apiVersion": POD_GROUP_VERSION,
+        "kind": "PodGroup",
+        "metadata": _metadata(job, job.gang_name(size, digest)),
+        "spec": spec | only(pod_spec, ["priorityClassName"]),
+    }
 
 
 def claim_manifest(job: AdaScaleJob) -> Manifest | None:

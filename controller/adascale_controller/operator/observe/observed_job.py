@@ -111,8 +111,8 @@ class ObservedJob:
         """How many pods, counted from rank 0, are admitted as one: its pods say it, or else the spec."""
         job, present = self.resource.job, [pod for pod in self.pods if not pod.is_over]
         smallest = job.core_replicas if job is not None else 0
-        if any(pod.rank < smallest and not pod.group_size for pod in present):
-            # They were admitted alone, before an edit of the smallest count.
+        if any(pod.rank < smallest and not (pod.group_size or pod.awaits_gang) for pod in present):
+            # They were admitted alone, before an edit of the smallest count, or are placed.
             return 1
         return max((pod.group_size for pod in present), default=0) or smallest
 
@@ -182,13 +182,15 @@ class ObservedJob:
 
     @property
     def outdated_pods(self) -> list[Pod]:
-        """The live pods that were made from another template, or with another priority, by rank."""
-        live, core = self.live_pods, self.core
+        """The live pods of another template or priority, or that wait in a gang of another size, by rank."""
+        live, core, job = self.live_pods, self.core, self.resource.job
+        gang = self.resource.gang_name(job.core_replicas, self.digest) if job is not None else None
         return [
             pod
             for rank, pod in sorted(live.items())
             if pod.template not in (None, self.digest)
             or pod.is_extra is not (core is not None and rank >= core)
+            or (pod.awaits_gang and pod.gang != gang)
         ]
 
     @property

@@ -131,6 +131,7 @@ class Pod:
     attempt: int = 0  # how many pods of its replica are known to have ended before it
     queue: str | None = None  # the LocalQueue of Kueue that it is queued in. None if it is not queued.
     group_size: int = 0  # the number of pods that Kueue admits together with it; 0 if it is admitted alone
+    gang: str | None = None  # the PodGroup of Kubernetes that it is placed with. None if it is placed alone.
     # `nodeSelector` and `tolerations`, to which Kueue adds those of a flavor, of a queued pod
     scheduling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     # the group for which Kueue counts it, with its finalizer. None if it does not.
@@ -151,6 +152,11 @@ class Pod:
     def is_over(self) -> bool:
         """Whether nothing of it runs any more, or ever will."""
         return self.has_ended or (self.deletion_deadline is not None and self.node is None)
+
+    @property
+    def awaits_gang(self) -> bool:
+        """Whether it is placed only together with the other pods of its PodGroup."""
+        return self.gang is not None and self.node is None
 
     @property
     def is_gated(self) -> bool:
@@ -201,6 +207,7 @@ def read_pod(raw: ApiObject) -> Pod:
         attempt=_number(labels.get(names.LABEL_ATTEMPT)),
         queue=queue,
         group_size=_number(annotations.get(POD_GROUP_SIZE)),
+        gang=(spec.get("schedulingGroup") or {}).get("podGroupName"),
         scheduling=only(spec, SCHEDULING_FIELDS) if queue is not None else {},
         held_group=labels.get(POD_GROUP) if is_held else None,
         namespace=meta["namespace"],

@@ -183,7 +183,7 @@ def _stopped(observed: ObservedJob) -> _Finding | None:
 def _changed(observed: ObservedJob) -> _Finding | None:
     """Return that the pods are those of another template, or in another queue."""
     what = "spec.template or spec.stepTimeoutSeconds"
-    if observed.core is not None or any(pod.is_extra for pod in observed.pods):
+    if observed.core is not None or any(pod.is_extra or pod.awaits_gang for pod in observed.pods):
         what = "spec.template, spec.stepTimeoutSeconds, spec.opportunistic or the smallest count"
     if observed.outdated_pods:
         if not _is_one_by_one(observed):

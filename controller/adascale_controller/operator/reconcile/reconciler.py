@@ -251,7 +251,7 @@ def _new_pods(
                 rank,
                 attempt,
                 extra=extra,
-                group_size=group if queued and rank < group and group > 1 else 0,
+                group_size=group if rank < group and group > 1 else 0,
                 accelerator=accelerator,
                 scheduling=observed.flavor if queued else {},
             )

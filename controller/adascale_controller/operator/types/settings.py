@@ -19,6 +19,8 @@ POD_GROUP: Final = f"{KUEUE_GROUP}/pod-group-name"
 """Label of pods that Kueue admits together, and the name of their Workload."""
 POD_GROUP_SIZE: Final = f"{KUEUE_GROUP}/pod-group-total-count"
 """Annotation of these pods: their number."""
+POD_GROUP_VERSION: Final = "scheduling.k8s.io/v1beta1"
+"""The API group and version of Kubernetes' own PodGroups."""
 _PREFIXES: Final = (f"{KUEUE_GROUP}/", f"provreq.{KUEUE_GROUP}/")
 
 
