@@ -32,9 +32,10 @@ def pod_groups(system: System) -> None:
 
 
 def gangs(job: JobUnderTest) -> list[str | None]:
-    """Return the PodGroups of the pods of a job that have not ended, by rank."""
+    """Return the PodGroups of the pods of a job that stay, by rank."""
     found = json.loads(job.kubectl("get", "pods", f"--selector={names.LABEL_JOB}={job.name}", "-o", "json"))
     live = [raw for raw in found["items"] if raw["status"]["phase"] in ("Pending", "Running")]
+    live = [raw for raw in live if "deletionTimestamp" not in raw["metadata"]]
     live.sort(key=lambda raw: int(raw["metadata"]["labels"][names.LABEL_REPLICA]))
     return [(raw["spec"].get("schedulingGroup") or {}).get("podGroupName") for raw in live]
 

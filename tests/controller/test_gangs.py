@@ -20,7 +20,7 @@ from adascale_controller.operator.types.actions import Actions, NewPod, StatusCh
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from support.fake_api_server import FakeApiServer
 from support.fake_cluster import FakeCluster
-from support.observed_jobs import DIGEST, SPEC, actions_for, job, observed, pod, view
+from support.observed_jobs import DIGEST, NOW, SPEC, actions_for, job, observed, pod, view
 
 TWO = replace(SPEC, min_replicas=2)
 TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "trainer:1"}]}}
@@ -50,6 +50,7 @@ def groups(job_: ObservedJob, count: int) -> list[tuple[int, int]]:
         pytest.param((waiting(0),), [(1, 0), (2, 0)], id="PodGroups are not served"),
         pytest.param((pod(0, gang=GANG),), [(1, 0), (2, 0)], id="a lost pod"),
         pytest.param((pod(2),), [(0, 2), (1, 2)], id="all of them are lost"),
+        pytest.param((pod(1, deletion_deadline=NOW + 30),), [(0, 2), (2, 0)], id="one of them is leaving"),
     ],
 )
 def test_the_pods_of_the_smallest_count_are_a_gang_when_a_job_starts(

@@ -109,7 +109,9 @@ class ObservedJob:
     @property
     def group_size(self) -> int:
         """How many pods, counted from rank 0, are admitted as one: its pods say it, or else the spec."""
-        job, present = self.resource.job, [pod for pod in self.pods if not pod.is_over]
+        # A pod that Kubernetes has placed and that leaves does not keep the next ones from being a gang.
+        stays = [pod for pod in self.pods if pod.queue is not None or pod.deletion_deadline is None]
+        job, present = self.resource.job, [pod for pod in stays if not pod.is_over]
         smallest = job.core_replicas if job is not None else 0
         if any(pod.rank < smallest and not (pod.group_size or pod.awaits_gang) for pod in present):
             # They were admitted alone, before an edit of the smallest count, or are placed.
