@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.phase import JobPhase
 from adascale_controller.operator.apply.applier import Applier
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.apply.manifests import pod_group_manifest, pod_manifest
 from adascale_controller.operator.observe.adascalejob import template_digest
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, read_pod
-from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
+from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.types.actions import Actions, NewPod, StatusChange
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from support.fake_api_server import FakeApiServer
