@@ -1,6 +1,7 @@
 """Measures how long training stands still when the number of replicas changes, and when a replica is killed.
 
     .venv/bin/python bench/rescale.py [--state tiny|1GB] [--rounds 3] [--torchft PYTHON] [--torchrun]
+    .venv/bin/python bench/rescale.py --state 0.1GB|0.4GB|1.5GB --compute 0.5 --counts 1,2,1,2
     .venv/bin/python bench/rescale.py --program FILE [--spec JSON] [--counts 1,2,1] [--kill RANK] [--json]
     .venv/bin/python bench/rescale.py --device cuda [options as above]
 
@@ -13,6 +14,8 @@ change that the run has made before is named `again`. For each change the output
 
 - still: the longest time between two steps, of any replicas, around the first at the new count, until all
   replicas have made steps at it, less the median time of a step at the count of the second of the two;
+- slowest: the longest of the steps from the decision on, less the median, also those during which a replica
+  that joins gets the state; extra: what all of them took longer than the median, together;
 - undisturbed: the same for as many steps before the decision. So much of `still` can be noise;
 - decision: from the decision to the first step at the new count, which for a larger count includes the start
   of processes;
@@ -62,7 +65,7 @@ FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "rescale_program.py"
 TORCHFT_PROGRAM = FOLDER / "rescale_torchft.py"
 STATE_TENSORS = [(8192, 8192)] * 4
-LINGER = {"tiny": 50, "1GB": 8}
+LINGER = {"tiny": 50, "1GB": 8, "0.1GB": 8, "0.4GB": 8, "1.5GB": 8}
 """Steps of each replica at a count before the next change. The first steps of a process map its memory."""
 
 Measured = dict[str, list[float]]
@@ -75,6 +78,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--state", choices=list(LINGER), default="tiny")
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds for which each step waits")
     parser.add_argument("--program", type=Path, help="a training program, instead of the one of --state")
     parser.add_argument(
         "--spec", type=json.loads, help="its declaration: the body of PUT /jobs/<id>; default: see above"
@@ -99,7 +103,7 @@ def main() -> None:
             f"--kill must be a rank of the largest count, 0 to {max(counts) - 1}, got {arguments.kill}"
         )
     linger, device = arguments.steps or LINGER[arguments.state], arguments.device
-    os.environ["BENCH_STATE"] = arguments.state
+    os.environ["BENCH_STATE"], os.environ["BENCH_COMPUTE"] = arguments.state, str(arguments.compute)
     command = [sys.executable, str(arguments.program or PROGRAM)]
     spec: Spec = (lambda _: arguments.spec) if arguments.spec is not None else one_batch_each
     contenders: dict[str, Callable[[Path], Iterator[tuple[str, float]]]] = {
@@ -231,6 +235,8 @@ def changed(steps: Steps, name: str, decided: float, settled: Sequence[Step]) ->
         if later.time >= settled[0].time or later.pid not in members
     )
     yield f"{name}: still", longest_wait(pairs[max(change - 1, 0) :], usual)
+    yield f"{name}: slowest", longest_wait(pairs, usual)
+    yield f"{name}: extra", sum(max(longest_wait([pair], usual), 0.0) for pair in pairs)
     last = [step for step in before if step.era == before[-1].era][-4 * before[-1].replicas - 1 :]
     if len(last) > 1:
         yield f"{name}: undisturbed", longest_wait(list(pairwise(last)), usual)

@@ -3,14 +3,20 @@
 import torch
 from torch import nn
 
-FEATURES = {"tiny": 32, "1GB": 8192}
+FEATURES = {"tiny": 32, "1GB": 8192, "0.1GB": 2048, "0.4GB": 2048, "1.5GB": 2048}
+LAYERS = {"0.1GB": 2, "0.4GB": 8, "1.5GB": 30}
+"""Of 2048 x 2048, with AdamW. The others have two layers, with SGD and momentum."""
 LOCAL_BSZ = 8
 
 
-def make(state: str) -> tuple[nn.Module, torch.optim.SGD]:
-    """Return a model, and its optimizer, whose state has this size together: `tiny`, or `1GB`."""
+def make(state: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model, and its optimizer, whose state has this size together."""
     torch.manual_seed(0)
     size = FEATURES[state]
+    if state in LAYERS:
+        with torch.device("cpu"):
+            deep = nn.Sequential(*(nn.Linear(size, size) for _ in range(LAYERS[state])))
+        return deep, torch.optim.AdamW(deep.parameters(), lr=1e-4)
     with torch.device("cpu"):
         last = 2 if state == "tiny" else size
         model = nn.Sequential(

@@ -1,7 +1,11 @@
-"""The training program of `bench/rescale.py`. BENCH_STATE is the size of its state: `tiny` or `1GB`."""
+"""The training program of `bench/rescale.py`.
+
+BENCH_STATE is the size of its state, BENCH_COMPUTE the seconds for which each step waits before its model.
+"""
 
 import itertools
 import os
+import time
 
 import rescale_model
 from torch import nn
@@ -18,6 +22,7 @@ model.to(trainer.device)
 state = trainer.program_reentry(model, optimizer)
 for epoch in itertools.count(state.epoch):
     for x, y in trainer.dataloader(dataset):
+        time.sleep(float(os.environ.get("BENCH_COMPUTE", "0")))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x.to(trainer.device)), y.to(trainer.device)).backward()
         optimizer.step()

@@ -316,6 +316,41 @@ def test_a_state_that_has_arrived_in_part_replaces_nothing(make_members: Callabl
     assert job.finish() == expected
 
 
+def test_replicas_that_join_get_the_state_while_the_others_train(
+    make_members: Callable[..., Members],
+) -> None:
+    job = make_members(BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.05, WIDTH=50_000, ADASCALE_JOINS_OTHERS=1)
+    first, *others = job.start(3)
+    job.train([first], 3)
+    job.train([first, *others], 3)
+    assert len(job.finish()) == 1
+    job.require_complete_stream()
+    for each in others:
+        assert "with the state that it has received while the others trained" in each.output.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("while_", ["piece", "rest"])
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_replica_that_is_killed_while_the_state_is_sent_during_steps_costs_no_step_and_no_bit(
+    make_members: Callable[..., Members], while_: str, dies: int
+) -> None:
+    options = {"EPOCHS": 4, "WIDTH": 50_000, "STEP_SECONDS": 0.05}
+    calm = make_members("calm", **options)
+    expected = calm.complete(2)
+    job = make_members("killed", PROGRAM=DIES_WHILE_SENDING, DIES=dies, WHILE=while_, **options)
+    source, joiner, other = job.start(3)
+    job.train([source, other], 3)
+    job.activate([source, other, joiner], wait=False)
+    lost, members = ((source, [other, joiner]), (joiner, [source, other]))[dies]
+    job.wait(lambda: lost.code == -signal.SIGKILL, "one is killed")
+    if dies == 0:
+        job.wait(lambda: all(each.has_sent("holding") for each in members), "the others notice it")
+    job.activate(members)
+    assert job.finish() == expected
+    assert job.require_complete_stream() == calm.require_complete_stream()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(examples(1)))
 def test_weights_and_samples_survive_kills_and_freezes_at_any_moment(

@@ -56,7 +56,7 @@ class Coordinator:
 class NoState:
     """A trainer that joins without a state, and receives none."""
 
-    number = None
+    number = following = None
 
     def save_alone(self) -> bool:
         return False

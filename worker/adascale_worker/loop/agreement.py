@@ -119,7 +119,7 @@ class StepAgreement(Context):
         requests = Requests(
             exit=signaled,
             finish=self.finish_reason is not None,
-            change=membership is not None and membership.change_is_pending,
+            change=membership is not None and membership.is_ready_for_change(),
         )
         if self.group.is_main:
             requests.save = self.checkpointing.is_due

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NoReturn, Protocol
@@ -30,10 +32,13 @@ from adascale_worker.membership.links import (
     state_number,
 )
 from adascale_worker.membership.process_group import FORM, ReplicaGroup
+from adascale_worker.process.environment import listen
 from adascale_worker.process.shutdown_request import ShutdownRequest
 
 POLL: Final = 0.1
 """Seconds after which a wait looks for signals again."""
+MAX_CONNECTION_TIME: Final = 10.0
+"""Seconds for which a change waits for replicas that join to connect, while the others train."""
 SAVE, LEAVE = "save", "leave"
 """Kinds of messages of a leader to the other processes of its replica, which wait to enter a generation."""
 
@@ -42,12 +47,36 @@ class LeaveError(Exception):
     """This trainer has to leave the job now: it was released, its agent is gone, or it was terminated."""
 
 
+class Following(Protocol):
+    """The state on its way to replicas that join, while the others train."""
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether those that receive it need nothing before the next change."""
+
+    def begin(self, connections: Sequence[socket.socket]) -> None:
+        """Send the state from the next step on."""
+
+    def end(self) -> None:
+        """Send the rest between two steps, if all but the rest was sent; otherwise nothing any more."""
+
+    def stop(self) -> None:
+        """Send nothing any more."""
+
+    def receive(self, connection: socket.socket, check: Callable[[], None]) -> None:
+        """Receive the state of another replica. `check` may raise an error meanwhile."""
+
+
 class MemberState(Protocol):
     """The state of training in the memory of a member."""
 
     @property
     def number(self) -> StateNumber | None:
         """Its number; None without a state."""
+
+    @property
+    def following(self) -> Following | None:
+        """What sends and receives it while the others train; None if it is sent as a whole only."""
 
     def save_alone(self) -> bool:
         """Save it without the others, if there is one, and return whether it is saved."""
@@ -96,6 +125,12 @@ class Membership:
         """The links of the newest assignment, until this trainer enters its generation."""
         self._earlier_links: list[MembershipLinks] = []
         """The links of generations that this trainer has left, and other members may not have left."""
+        self._instances: frozenset[str] = frozenset()
+        """The trainers of the present generation."""
+        self._sends_to: MembershipLinks | None = None
+        """The links to the replicas that this one sends its state to, before they are members."""
+        self._pending_since: float | None = None
+        """When this trainer has first seen that a change is pending."""
         self._tried = 0
         """The newest generation that this trainer has tried to enter."""
         self._void = 0
@@ -121,6 +156,34 @@ class Membership:
     def change_is_pending(self) -> bool:
         """Whether this trainer has to leave the present generation for a newer one."""
         return self._channel.newest_generation > self._tried
+
+    def is_ready_for_change(self) -> bool:
+        """Whether a change is pending, and replicas that join do not wait for more of the state."""
+        if not self.change_is_pending:
+            self._pending_since = None
+            return False
+        now = time.monotonic()
+        self._pending_since = now if self._pending_since is None else self._pending_since
+        links, following = self._next_links, self._state.following
+        if links is None or following is None or links.assignment.rank > 0:
+            return True
+        if self._sends_to is links:
+            return following.is_sent
+        following.stop()
+        self._sends_to = None
+        members = links.assignment.members
+        joining = [rank for rank, member in enumerate(members) if member.instance not in self._instances]
+        if not joining or any(links.has_arrived(rank) for rank in joining):
+            return True
+        if not all(rank in links.followers for rank in joining):
+            return now - self._pending_since > MAX_CONNECTION_TIME
+        try:
+            connections = links.connect_to_followers()
+        except OSError:
+            return True
+        self._sends_to = links
+        following.begin(connections)
+        return False
 
     @property
     def newest_generation(self) -> int:
@@ -254,7 +317,6 @@ class Membership:
         self._state.save_alone()
 
     def _form(self, assignment: Assignment) -> tuple[Assignment, Formation]:
-        state = self._state.number
         self._is_holding = False
         if self._links is not None:
             self._earlier_links.append(self._links)
@@ -271,6 +333,15 @@ class Membership:
             self._next_links = None
         self._left.clear()
         self._links = links
+        if (following := self._state.following) is not None:
+            if links is not None and links is self._sends_to:
+                following.end()
+            following.stop()
+            if links is not None and assignment.rank > 0 and self._state.number is None:
+                self._receive_state(links, following)
+        self._sends_to = self._pending_since = None
+        state = self._state.number
+        self._instances = frozenset(member.instance for member in assignment.members)
         if links is None:
             self._close_earlier_links()
             self._group.destroy()
@@ -293,6 +364,23 @@ class Membership:
         self._group.form(assignment, store, formation, secret)
         self._group.settle(failed=links.broken or self._void >= assignment.generation)
         return assignment, formation
+
+    def _receive_state(self, links: MembershipLinks, following: Following) -> None:
+        """Receive the state of rank 0 while it trains, until it waits for the others."""
+        assignment = links.assignment
+        with listen(assignment.members[assignment.rank].address) as listener:
+            proof = links.follow(listener.getsockname()[1]).encode()
+            while not links.has_arrived(0):
+                self._require_undisturbed(links)
+                self._channel.wait(POLL)
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    continue
+                with connection:
+                    if _has_sent(connection, proof):
+                        following.receive(connection, lambda: self._require_undisturbed(links))
+                        return
 
     def _wait_for_leader(self) -> Formed:
         """Wait until the leader of this replica, in which this is another process, forms a group."""
@@ -359,3 +447,15 @@ class Membership:
             self._group.own.share([LEAVE])
         self.close()
         raise LeaveError
+
+
+def _has_sent(connection: socket.socket, proof: bytes) -> bool:
+    """Whether the other end of a new connection proves that it knows the secret of the job."""
+    connection.settimeout(1.0)
+    received = b""
+    try:
+        while len(received) < len(proof) and (part := connection.recv(len(proof) - len(received))):
+            received += part
+    except OSError:
+        return False
+    return hmac.compare_digest(received, proof)

@@ -5,7 +5,8 @@ peer timeout, means that the member at its other end is lost. Both ends authenti
 the job, and need the same version of this package. After the handshake, each line is a JSON object:
 
 - `alive`: sent at an interval.
-- `arrived`: the member has left its previous generation. It contains the state that the member has.
+- `arrived`: the member has left its previous generation; with the state that it has. Rank 0 sends it too.
+- `follow`: the member has no state, and listens on this port for that of rank 0, which still trains.
 - `form`: from rank 0, when all have arrived: the states of all members and the port of the store.
 - `broken`: the generation cannot continue; `lost` has the replicas that are lost.
 - `leave`: the member closes the connection on purpose.
@@ -221,6 +222,9 @@ class MembershipLinks:
         self._departed: set[int] = set()
         self._arrived: dict[int, StateNumber | None] = {}
         self._arrived_at: float | None = None
+        self.followers: dict[int, tuple[int, str]] = {}
+        """On rank 0: the port and the challenge of each member that waits for the state, by rank."""
+        self._following: tuple[int, str] | None = None
         self._closing = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
@@ -242,16 +246,42 @@ class MembershipLinks:
         def command() -> None:
             self._arrived_at = time.monotonic()
             self._arrived[self.assignment.rank] = state
-            if not self._is_coordinator and 0 in self._links:
-                self._send_arrival(self._links[0])
+            for link in self._links.values():
+                self._send_arrival(link)
             self._on_change(self)
 
         self._submit(command)
 
+    def follow(self, port: int) -> str:
+        """Let rank 0 send its state to this port while it trains. Returns what it proves itself with."""
+        challenge = secrets.token_hex(16)
+
+        def command() -> None:
+            self._arrived_at, self._following = time.monotonic(), (port, challenge)
+            for link in self._links.values():
+                self._send_following(link)
+
+        self._submit(command)
+        return self._mac("state", challenge, self.assignment.rank, package_version())
+
+    def connect_to_followers(self) -> list[socket.socket]:
+        """On rank 0: return a connection to each member that waits for the state."""
+        connections = []
+        for rank, (port, challenge) in self.followers.items():
+            member = self.assignment.members[rank]
+            connection = socket.create_connection((member.address, port), timeout=1.0)
+            connection.sendall(self._mac("state", challenge, rank, package_version()).encode())
+            connections.append(connection)
+        return connections
+
+    def has_arrived(self, rank: int) -> bool:
+        """Whether a member has left its previous generation, as far as rank 0 and the member itself know."""
+        return rank in self._arrived
+
     @property
     def all_arrived(self) -> bool:
-        """On rank 0: whether all members have arrived."""
-        return len(self._arrived) == len(self.assignment.members)
+        """Whether all members have arrived, as only rank 0 knows."""
+        return self._is_coordinator and len(self._arrived) == len(self.assignment.members)
 
     def announce_store(self, port: int) -> None:
         """On rank 0: let all members form the group."""
@@ -348,7 +378,7 @@ class MembershipLinks:
         if since is None or self.broken or self.formation is not None:
             return
         timeout = max(MIN_ARRIVAL_TIMEOUT, 2 * self._peer_timeout)
-        if self._arrived[self.assignment.rank] is None:
+        if self._arrived.get(self.assignment.rank) is None:
             # A member without state waits longer, because no step is lost by that.
             timeout *= 6
         if now - since > timeout:
@@ -452,6 +482,8 @@ class MembershipLinks:
             case "arrived":
                 self._arrived[link.rank] = state_number(message["state"])
                 self._on_change(self)
+            case "follow":
+                self.followers[link.rank] = int(message["port"]), str(message["challenge"])
             case "form":
                 self.formation = Formation(int(message["port"]), tuple(map(state_number, message["states"])))
                 self._on_change(self)
@@ -489,6 +521,8 @@ class MembershipLinks:
             return
         self._send(link, mac=self._mac("coordinator", str(message["challenge"]), rank, package_version()))
         self._admit(link, rank)
+        if self.assignment.rank in self._arrived:
+            self._send_arrival(link)
         if self.broken:
             self._send(link, type="broken", lost=sorted(self.lost))
 
@@ -503,6 +537,7 @@ class MembershipLinks:
             if not hmac.compare_digest(str(message["mac"]), expected):
                 raise ValueError("the coordinator does not know the secret of the job")
             self._admit(link, 0)
+            self._send_following(link)
             if rank in self._arrived:
                 self._send_arrival(link)
             if self.broken:
@@ -527,6 +562,11 @@ class MembershipLinks:
 
     def _send_arrival(self, link: _Link) -> None:
         self._send(link, type="arrived", state=self._arrived[self.assignment.rank])
+
+    def _send_following(self, link: _Link) -> None:
+        if self._following is not None:
+            port, challenge = self._following
+            self._send(link, type="follow", port=port, challenge=challenge)
 
     def _mac(self, role: str, challenge: str, rank: int, its_version: str) -> str:
         text = f"{role}|{challenge}|{self.assignment.generation}|{rank}|{its_version}"

@@ -142,7 +142,7 @@ def send(group: ReplicaGroup, target: int, state: Any, *, device: torch.device) 
     link.exchange(torch.tensor([len(spec)], device=device))
     link.exchange(document)
     for part in _parts([tensor.nbytes for tensor in tensors]):
-        parts = [_bytes_of(tensor.to(device)) for tensor in tensors[part]]
+        parts = [bytes_of(tensor.to(device)) for tensor in tensors[part]]
         link.exchange(parts[0] if len(parts) == 1 else torch.cat(parts))
     link.finish()
 
@@ -168,7 +168,7 @@ def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: 
                 if device.type == "cpu"
                 else torch.empty(layout.shape, dtype=layout.dtype, device=device)
             )
-            link.exchange(_bytes_of(tensor))
+            link.exchange(bytes_of(tensor))
             tensors.append(tensor)
             continue
         sizes = [layout.bytes for layout in together]
@@ -177,7 +177,7 @@ def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: 
         link.wait_until_received()
         for layout, received in zip(together, buffer.cpu().split(sizes), strict=True):
             tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
-            _bytes_of(tensor).copy_(received)
+            bytes_of(tensor).copy_(received)
             tensors.append(tensor)
     link.finish()
     return unflatten(spec, tensors)
@@ -258,7 +258,7 @@ def _parts(sizes: Sequence[int]) -> list[slice]:
     return parts
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """Return the elements of a contiguous tensor as bytes, in the same memory."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)

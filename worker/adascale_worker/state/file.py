@@ -194,6 +194,16 @@ class Snapshot:
         return self._weights
 
     @property
+    def spec(self) -> bytes:
+        """The structure of the copied state, from `tree.flatten`."""
+        return self._spec
+
+    @property
+    def bytes(self) -> int:
+        """The length of its tensors together."""
+        return data_bytes(self._layouts)
+
+    @property
     def layout(self) -> StateFileLayout:
         """Where the parts of the copied state are in its file."""
         return lay_out(self._spec)

@@ -17,6 +17,7 @@ from torch import Tensor
 from adascale_core.errors import AdaScaleError
 from adascale_worker.errors import CheckpointError, NonFiniteWeightsError, UnusableCheckpointError
 from adascale_worker.membership.links import PeersLostError, StateNumber
+from adascale_worker.program.optimizers import OptimizerSet
 from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.scaling.statistics.norms import local_shard
@@ -27,6 +28,7 @@ from adascale_worker.state.exchange import (
     routes,
     send,
 )
+from adascale_worker.state.following import StateFollowing
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.shards import KEY, Shards, converted, division_of, local_part, with_local
@@ -95,7 +97,11 @@ class State:
         """The generation in which the state was last equal on all members. None without a state."""
         self.was_restored = False
         """Whether training has continued from a checkpoint, or from the state of other members."""
-        self._receive_memory = ReceiveMemory()
+        self.receive_memory = ReceiveMemory()
+        """Memory for the state of another replica."""
+        is_one = not self._group.has_mesh and not isinstance(program.optimizer, OptimizerSet)
+        self.following = StateFollowing(self, program.optimizer.lead) if is_one else None
+        """What sends and receives the state while the others train."""
         self._kept: KeptSnapshot | None = None
         """The copy of the agent that is restored, because it is later than the last checkpoint."""
         self._next_copy_at: float | None = None
@@ -106,7 +112,8 @@ class State:
     def number(self) -> StateNumber | None:
         """The number of the state, as it is after an unfinished step is put back; None without a state."""
         if self.generation is None:
-            return None
+            followed = None if self.following is None else self.following.received
+            return None if followed is None else followed.number
         before = self._undo.state  # read once, since another thread may ask
         if before is None:
             return self.generation, self._progress.step, self._progress.consumed
@@ -260,7 +267,7 @@ class State:
 
     def load(self, *, wait: bool) -> Tree | None:
         """Return the last checkpoint, or a later copy of the agent; None without any. Called on rank 0."""
-        self._receive_memory.clear()
+        self.receive_memory.clear()
         self._kept = kept = self._memory.newest() if self._memory is not None else None
         since = None if kept is None else kept.number
         state = self._checkpointing.load(self._shards, wait=wait, since=since)
@@ -360,12 +367,12 @@ class State:
     def prepare_to_receive(self) -> None:
         """Prepare memory on the host for the state of the other members, before they wait."""
         program = self._program
-        self._receive_memory = ReceiveMemory(expected_sizes(program.model, program.optimizer))
+        self.receive_memory = ReceiveMemory(expected_sizes(program.model, program.optimizer))
 
     def begin_generation(self, generation: int) -> None:
         """Release what was prepared: all members have the same state, and keep it for each other."""
         self.generation = generation
-        self._receive_memory.clear()
+        self.receive_memory.clear()
         self._checkpointing.begin_generation()
         if self._memory is not None and self._group.replicas > 1:
             self._memory.release()
@@ -376,6 +383,15 @@ class State:
         `nodes` has the node of each rank.
         """
         group = self._group
+        followed = None if self.following is None else self.following.take()
+        if followed is not None and group.rank in sources:
+            self.load_state_dict(followed.state)
+            self.was_restored = True
+            print(
+                f"adascale: joins after step {followed.number[1]}, with the state that it has received while "
+                "the others trained",
+                flush=True,
+            )
         receivers = [rank for rank in range(group.replicas) if rank not in sources]
         route = routes(sources, receivers, nodes).get(group.rank)
         if route is None:
@@ -391,7 +407,7 @@ class State:
                 if device.type == "cpu":
                     # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
                     self._checkpointing.release_memory()
-                memory = self._receive_memory
+                memory = self.receive_memory
                 state = receive(group, route, device=device, memory=memory)
         except PeersLostError:
             failed = True

@@ -1,0 +1,159 @@
+"""Tests of how a replica receives the state of another one while that trains."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adascale_worker.state.exchange import ReceiveMemory
+from adascale_worker.state.following import Followed, StateFollower, StateSource
+from adascale_worker.state.tree import flatten
+
+Optimizer = torch.optim.Optimizer
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+}
+
+
+class Program:
+    """A training program in miniature: a model with a frozen part and an average of its weights."""
+
+    def __init__(self, make: Callable[[Any], Optimizer], seed: int, *, width: int = 1100) -> None:
+        torch.manual_seed(seed)
+        self.first, self.middle, self.last = nn.Linear(9, width), nn.Linear(width, width), nn.Linear(width, 3)
+        self.model = nn.Sequential(self.first, nn.BatchNorm1d(width), nn.ReLU(), self.middle, self.last)
+        self.frozen = nn.Linear(600, 600).requires_grad_(False)
+        self.average = copy.deepcopy(self.middle.weight.detach())
+        self.optimizer = make(list(self.model.parameters()))
+        self.steps = 0
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "frozen": self.frozen.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average,
+            "steps": self.steps,
+        }
+
+    def step(self) -> None:
+        generator = torch.Generator().manual_seed(self.steps)
+        x = torch.randn(8, 9, generator=generator)
+        self.optimizer.zero_grad()
+        if self.steps % 3 == 1:
+            self.last.bias.requires_grad_(self.steps % 2 == 0)
+        self.model(x).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.97
+        self.optimizer.step()
+        self.average.lerp_(self.middle.weight.detach(), 0.1)
+        self.steps += 1
+
+
+def content(state: Any) -> tuple[bytes, list[Tensor]]:
+    spec, tensors = flatten(state)
+    return spec, [tensor.clone() for tensor in tensors]
+
+
+def joined(
+    source: Program, joiner: Program, between: Callable[[], None] = lambda: None, steps: int = 40
+) -> tuple[StateSource, Followed | None]:
+    """Let a replica follow another one for some steps, or until it has all but the rest."""
+    ours, theirs = socket.socketpair()
+    found: list[Followed | None] = []
+    follower = StateFollower(joiner.optimizer, ReceiveMemory())
+    thread = threading.Thread(target=lambda: found.append(follower.follow(theirs, lambda: None)))
+    thread.start()
+    sending = StateSource(source.optimizer, source.state(), [ours])
+    for _ in range(steps):
+        source.step()
+        if sending.is_complete:
+            break
+        between()
+    sending.send_rest(source.state(), (3, source.steps, 8 * source.steps))
+    sending.close()
+    thread.join()
+    theirs.close()
+    return sending, found[0]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_replica_that_follows_the_steps_of_another_has_its_state_bit_for_bit(
+    name: str, steps_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adascale_worker.state.following.CHUNK", 1 << 10)
+    source, joiner = Program(OPTIMIZERS[name], 1), Program(OPTIMIZERS[name], 2)
+    for _ in range(steps_before):
+        source.step()
+    sending, followed = joined(source, joiner)
+    assert not sending.problem
+    assert followed is not None
+    assert followed.number == (3, source.steps, 8 * source.steps)
+    assert source.steps - steps_before >= 2, "several pieces"
+    spec, tensors = content(source.state())
+    found_spec, found = content(followed.state)
+    assert found_spec == spec
+    assert all(map(torch.equal, tensors, found))
+    # What was received is in the joiner's own parameters already.
+    for own, other in zip(joiner.model.parameters(), source.model.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_a_replica_that_differs_waits_for_the_whole_state(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program limits weights beside the steps of its optimizer."""
+    monkeypatch.setattr("adascale_worker.state.following.CHUNK", 1 << 10)
+    source, joiner = Program(OPTIMIZERS["Adam"], 1), Program(OPTIMIZERS["Adam"], 2)
+
+    def limit() -> None:
+        source.first.weight.data.clamp_(-0.01, 0.01)
+
+    _, followed = joined(source, joiner, limit)
+    assert followed is None
+    assert "beside optimizer.step()" in capsys.readouterr().out
+
+
+def test_training_continues_if_the_one_that_joins_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adascale_worker.state.following.CHUNK", 1 << 10)
+    source, calm = Program(OPTIMIZERS["momentum"], 1), Program(OPTIMIZERS["momentum"], 1)
+    ours, theirs = socket.socketpair()
+    sending = StateSource(source.optimizer, source.state(), [ours])
+    source.step()
+    theirs.close()
+    for _ in range(5):
+        source.step()
+    assert sending.problem
+    assert sending.is_complete, "the change waits for nothing"
+    sending.close()
+    for _ in range(6):
+        calm.step()
+    assert all(map(torch.equal, content(source.state())[1], content(calm.state())[1]))
+
+
+def test_steps_do_not_wait_for_a_slow_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads, as if the one that joins were frozen."""
+    monkeypatch.setattr("adascale_worker.state.following.LEAST_WAIT", 0.1)
+    monkeypatch.setattr("adascale_worker.state.following.MAX_WAIT", 0.0)
+    source = Program(OPTIMIZERS["momentum"], 1)
+    ours, theirs = socket.socketpair()
+    sending = StateSource(source.optimizer, source.state(), [ours])
+    for _ in range(3):
+        source.step()
+    assert "too slow" in sending.problem
+    sending.close()
+    theirs.close()

@@ -1,0 +1,496 @@
+"""How a replica that joins gets the state of training while the others train on.
+
+The replica that will be rank 0 sends the state in pieces: at the end of a step some parameters, each with
+what the optimizer keeps for it. From then on it also sends the mean gradients of these parameters, as the
+optimizer gets them, with its hyperparameters, and the replica that joins makes the same steps for what it
+has. So after the last piece its parameters are equal bit for bit. What remains is small: it is sent between
+two steps, with a checksum of each tensor that is not sent again.
+
+Where a program changes weights beside the steps of its optimizer, or a step of one parameter depends on
+others, the checksums differ. Then, and when the connection is lost, the others wait for the whole state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from adascale_core.errors import AdaScaleError
+from adascale_worker.membership.links import StateNumber
+from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.state.exchange import CHUNK, SMALL, ReceiveMemory, bytes_of
+from adascale_worker.state.file import Snapshot, data_bytes, offsets_of
+from adascale_worker.state.shards import PREVIOUS_GRADIENT
+from adascale_worker.state.tree import TensorIndex, Tree, flatten, layout_of, layouts, unflatten
+
+TIMEOUT: Final = 10.0
+"""Seconds for which a replica that joins may receive nothing while it is sent a part."""
+POLL: Final = 0.1
+"""Seconds after which a replica that joins looks for news of the others."""
+LEAST_WAIT: Final = 1.0
+"""Seconds that the steps may wait together for what is sent, at least..."""
+MAX_WAIT: Final = 0.5
+"""...and as a share of the time to send the state. After that the state is sent as a whole."""
+
+_LENGTH = struct.Struct("<Q")
+Key = tuple[str | int, ...]
+"""Which tensor: (number of a parameter,), (number of a parameter, name in the optimizer's state), or (place
+in the state,)."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A state that was received while the others trained."""
+
+    number: StateNumber
+    state: Tree
+
+
+class FollowedState(Protocol):
+    """The state of training, as its two ends need it."""
+
+    @property
+    def number(self) -> StateNumber | None:
+        """Its number; None without a state."""
+
+    @property
+    def receive_memory(self) -> ReceiveMemory:
+        """Memory for the state of another replica."""
+
+    def state_dict(self) -> Tree:
+        """Return the state, whose tensors are the program's own."""
+
+
+class StateFollowing:
+    """The state of this replica, on its way to or from another one while that trains.
+
+    See `membership.generations.Following`.
+    """
+
+    def __init__(self, state: FollowedState, optimizer: ElasticAdaScale) -> None:
+        self._state = state
+        self._optimizer = optimizer
+        self._source: StateSource | None = None
+        self.received: Followed | None = None
+        """What this replica has received, until it is a member."""
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether those that receive it need nothing before the next change."""
+        return self._source is None or self._source.is_complete
+
+    def begin(self, connections: Sequence[socket.socket]) -> None:
+        """Send the state from the next step on."""
+        self._source = StateSource(self._optimizer.optimizer, self._state.state_dict(), connections)
+
+    def end(self) -> None:
+        """Send the rest between two steps, if all but the rest was sent; otherwise nothing any more."""
+        if self._source is not None and (number := self._state.number) is not None:
+            self._optimizer.discard_comparison()
+            self._source.send_rest(self._state.state_dict(), number)
+        self.stop()
+
+    def stop(self) -> None:
+        """Send nothing any more."""
+        source, self._source = self._source, None
+        if source is not None:
+            if source.problem:
+                print(f"adascale: replicas that join wait for the state: {source.problem}", flush=True)
+            source.close()
+
+    def receive(self, connection: socket.socket, check: Callable[[], None]) -> None:
+        """Receive the state of another replica. `check` may raise an error meanwhile."""
+        self.received = StateFollower(self._optimizer.optimizer, self._state.receive_memory).follow(
+            connection, check
+        )
+
+    def take(self) -> Followed | None:
+        """Return what this replica has received, once."""
+        received, self.received = self.received, None
+        return received
+
+
+class _LostError(Exception):
+    """The other end has closed the connection."""
+
+
+class _Tensors:
+    """The parameters of an optimizer, with what it keeps for each."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def large(self, number: int) -> Iterator[tuple[Key, Tensor]]:
+        """Yield a parameter, and the tensors of its size."""
+        parameter = self.parameters[number]
+        yield (number,), parameter
+        for name, value in self.optimizer.state.get(parameter, {}).items():
+            if _is_large(value):
+                yield (number, name), value
+
+    def small(self, number: int) -> dict[str, Any]:
+        """Return the other values that are kept for a parameter."""
+        kept = self.optimizer.state.get(self.parameters[number], {})
+        return {name: value for name, value in kept.items() if not _is_large(value)}
+
+
+class StateSource:
+    """Sends the state to replicas that join, in hooks of the optimizer's step, and in a thread."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, state: Tree, connections: Sequence[socket.socket]
+    ) -> None:
+        self._tensors = _Tensors(optimizer)
+        self._connections = connections
+        self._sent = 0
+        """Parameters that are sent, the first ones."""
+        self._others: dict[str, Tensor] = {}
+        """Large tensors that are no parameters, by name: those that are frozen, or averages of weights."""
+        self._waiting: deque[str] = deque()
+        self._checksums: dict[str, int] = {}
+        """Those of the other tensors, as they were sent."""
+        self._step, self._pieces = Snapshot(), Snapshot()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._handed_over: deque[Snapshot] = deque()
+        every = range(len(self._tensors.parameters))
+        self._total_bytes = sum(each.nbytes for number in every for _, each in self._tensors.large(number))
+        self._stepped_at: float | None = None
+        self._waited = self._sending_time = 0.0
+        self._sent_bytes = 0
+        self.problem = ""
+        """Why the state has to be sent as a whole; empty while it has not."""
+        self._hooks: list[RemovableHandle] = []
+        self._attempt(lambda: self._begin(state))
+
+    def _begin(self, state: Tree) -> None:
+        for connection in self._connections:
+            connection.settimeout(TIMEOUT)
+        self._others = dict(_large_tensors(state, self._tensors))
+        self._waiting.extend(self._others)
+        optimizer = self._tensors.optimizer
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._attempt(self._before_step)),
+            optimizer.register_step_post_hook(lambda *_: self._attempt(self._after_step)),
+        ]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether only a small rest remains to be sent, or the whole state has to be sent."""
+        return bool(self.problem) or (self._sent == len(self._tensors.parameters) and not self._waiting)
+
+    def send_rest(self, state: Tree, number: StateNumber) -> None:
+        """Send the rest between two steps, if all but the rest was sent."""
+        if self.is_complete:
+            self._attempt(lambda: self._send_rest(state, number))
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._disconnect()
+        self._idle.wait(TIMEOUT)
+        for connection in self._connections:
+            connection.close()
+
+    # -- each step ----------------------------------------------------------------------------------------
+
+    def _attempt(self, send: Callable[[], None]) -> None:
+        if self.problem:
+            return
+        try:
+            send()
+        except Exception as error:  # noqa: BLE001 (training does not need it)
+            known = isinstance(error, AdaScaleError | OSError)
+            self.problem = str(error) if known else f"{type(error).__name__}: {error}"
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        """End what the thread sends."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until what was handed over is sent."""
+        begun = time.monotonic()
+        is_sent = self._idle.wait(seconds)
+        self._waited += time.monotonic() - begun
+        if self.problem:
+            raise OSError(self.problem)
+        if not is_sent:
+            raise OSError("the connection is too slow to send gradients during the steps")
+
+    @property
+    def _bandwidth(self) -> float:
+        return self._sent_bytes / self._sending_time if self._sending_time else float("inf")
+
+    def _before_step(self) -> None:
+        limit = max(MAX_WAIT * self._total_bytes / self._bandwidth, LEAST_WAIT)
+        self._wait(max(limit - self._waited, 0.0))
+        if getattr(self._tensors.optimizer, "grad_scale", None) is not None:
+            raise OSError("the optimizer divides gradients by the scale of the loss")
+        sent = range(self._sent)
+        step = {
+            "groups": [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self._tensors.optimizer.param_groups
+            ],
+            "values": [self._tensors.small(number) for number in sent],
+            "gradients": [self._tensors.parameters[number].grad for number in sent],
+        }
+        self._step.copy(step)
+
+    def _after_step(self) -> None:
+        now = time.monotonic()
+        budget = float(CHUNK)
+        if self._stepped_at is not None and self._sending_time:
+            budget = max(budget, self._bandwidth * (now - self._stepped_at) / 2 - self._step.bytes)
+        self._stepped_at = now
+        parameters, others, size = [], {}, 0
+        while self._sent < len(self._tensors.parameters) and (not size or size < budget):
+            parameter = self._tensors.parameters[self._sent]
+            size += sum(tensor.nbytes for _, tensor in self._tensors.large(self._sent))
+            parameters.append([parameter.detach(), self._tensors.optimizer.state.get(parameter, {})])
+            self._sent += 1
+        while self._waiting and (not size or size < budget):
+            name = self._waiting.popleft()
+            others[name] = self._others[name]
+            self._checksums[name] = checksum(others[name])
+            size += others[name].nbytes
+        self._pieces.copy({"parameters": parameters, "others": others})
+        self._hand_over(self._step, self._pieces)
+
+    def _send_rest(self, state: Tree, number: StateNumber) -> None:
+        spec, tensors = flatten(state)
+        places = {
+            _address(tensor): key
+            for number in range(self._sent)
+            for key, tensor in self._tensors.large(number)
+        }
+        known: dict[str, Key] = {}
+        for index, (name, tensor) in enumerate(zip(TensorIndex(spec).names(), tensors, strict=True)):
+            if tensor.numel() and _address(tensor) in places:
+                known[str(index)] = places[_address(tensor)]
+            elif name in self._checksums and checksum(tensor) == self._checksums[name]:
+                known[str(index)] = (name,)
+        checksums = [
+            [*key, checksum(each)] for n in range(self._sent) for key, each in self._tensors.large(n)
+        ]
+        self._wait(TIMEOUT)
+        rest = {
+            "spec": spec,
+            "known": {index: list(key) for index, key in known.items()},
+            "tensors": [each for index, each in enumerate(tensors) if str(index) not in known],
+            "checksums": checksums,
+            "number": list(number),
+        }
+        self._pieces.copy(rest)
+        self._hand_over(self._pieces)
+        self._wait(TIMEOUT)
+
+    def _hand_over(self, *snapshots: Snapshot) -> None:
+        self._idle.clear()
+        self._handed_over.extend(snapshots)
+        threading.Thread(target=self._send, name="adascale-state", daemon=True).start()
+
+    def _send(self) -> None:
+        begun = time.monotonic()
+        try:
+            while self._handed_over:
+                snapshot = self._handed_over.popleft()
+                snapshot.wait()
+                for connection in self._connections:
+                    connection.sendall(_LENGTH.pack(len(snapshot.spec)) + snapshot.spec)
+                    for part in snapshot.parts(CHUNK):
+                        connection.sendall(part)
+                self._sent_bytes += snapshot.bytes
+            self._sending_time += time.monotonic() - begun
+        except (OSError, RuntimeError) as error:
+            self.problem = self.problem or f"{type(error).__name__}: {error}"
+        finally:
+            self._idle.set()
+
+
+class StateFollower:
+    """Receives the state of a `StateSource`, and makes its steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, memory: ReceiveMemory) -> None:
+        self._tensors = _Tensors(optimizer)
+        self._memory = memory
+        self._received = 0
+        """Parameters that this replica has, the first ones."""
+        self._others: dict[str, Tensor] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def follow(self, connection: socket.socket, check: Callable[[], None]) -> Followed | None:
+        """Return the state once it is complete; None if it has to be received as a whole.
+
+        `check` is called again and again, and may raise an error.
+        """
+        connection.settimeout(POLL)
+        try:
+            while True:
+                message = self._receive(connection, check)
+                if "number" in message:
+                    return self._complete(message)
+                if "groups" in message:
+                    self._step(**message)
+                else:
+                    self._keep(**message)
+        except (_LostError, OSError):
+            return None
+        except (RuntimeError, ValueError, LookupError, TypeError, AdaScaleError) as error:
+            print(
+                f"adascale: the state cannot be received during the steps of the others: {error}", flush=True
+            )
+            return None
+
+    def _receive(self, connection: socket.socket, check: Callable[[], None]) -> Any:
+        """Return a message, whose tensors are in the buffer."""
+        length = bytearray(_LENGTH.size)
+        _read(connection, memoryview(length), check)
+        spec = bytearray(*_LENGTH.unpack(length))
+        _read(connection, memoryview(spec), check)
+        found = layouts(bytes(spec))
+        size = data_bytes(found)
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        _read(connection, self._buffer[:size].numpy().data, check)
+        tensors = [
+            self._buffer[offset : offset + each.bytes].view(each.dtype).view(each.shape)
+            for each, offset in zip(found, offsets_of(found), strict=True)
+        ]
+        return unflatten(bytes(spec), tensors)
+
+    def _step(
+        self,
+        groups: list[dict[str, Any]],
+        values: list[dict[str, Any]],
+        gradients: list[Tensor | None],
+    ) -> None:
+        """Make a step for the parameters that this replica has."""
+        optimizer = self._tensors.optimizer
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            for name, value in settings.items():
+                group[name] = _on_device_of(group[name], value) if name in group else value
+        for number, (kept, gradient) in enumerate(zip(values, gradients, strict=True)):
+            parameter = self._tensors.parameters[number]
+            self._set_values(number, kept)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        # Not `optimizer.step`, which schedulers count.
+        type(optimizer).step(optimizer)
+        for parameter in self._tensors.parameters[: len(gradients)]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _keep(self, parameters: list[tuple[Tensor, dict[str, Any]]], others: dict[str, Tensor]) -> None:
+        """Keep what follows the steps from now on."""
+        for value, kept in parameters:
+            self._tensors.parameters[self._received].copy_(value)
+            self._set_values(self._received, kept)
+            self._received += 1
+        self._others.update({name: self._kept(value) for name, value in others.items()})
+
+    def _kept(self, value: Tensor) -> Tensor:
+        """Return a tensor in memory of its own."""
+        spec, (content,) = flatten(value)
+        copy: Tensor = unflatten(spec, [self._memory.tensor(layout_of(content)).copy_(content)])
+        return copy
+
+    def _set_values(self, number: int, kept: dict[str, Any]) -> None:
+        parameter = self._tensors.parameters[number]
+        group = next(each for each in self._tensors.optimizer.param_groups if _has(each, parameter))
+        on_device = group.get("capturable") or group.get("fused")
+        state = self._tensors.optimizer.state[parameter]
+        for name, value in kept.items():
+            before = state.get(name)
+            if isinstance(before, Tensor) and isinstance(value, Tensor):
+                before.copy_(value)
+            elif isinstance(value, Tensor):
+                follows = _is_large(value) or on_device
+                state[name] = self._kept(value).to(parameter.device if follows else "cpu")
+            else:
+                state[name] = value
+
+    def _complete(self, rest: Any) -> Followed | None:
+        """Return the state, if what this replica has is equal to what the other one has."""
+        own = {key: tensor for n in range(self._received) for key, tensor in self._tensors.large(n)}
+        expected = {tuple(key): total for *key, total in rest["checksums"]}
+        if differing := [key for key in expected if key not in own or checksum(own[key]) != expected[key]]:
+            raise ValueError(
+                f"{len(differing)} of {len(expected)} tensors differ, such as that of parameter "
+                f"{differing[0][0]} of the optimizer. The program changes weights beside optimizer.step(), "
+                "or the optimizer makes its step for all parameters together: the others wait for the state"
+            )
+        received = iter(rest["tensors"])
+        known = {index: tuple(key) for index, key in rest["known"].items()}
+        tensors = []
+        for index in range(len(layouts(rest["spec"]))):
+            key = known.get(str(index))
+            if key is None:
+                tensors.append(next(received).clone())
+            else:
+                found = own[key] if key in own else self._others[str(key[0])]
+                tensors += flatten(found)[1]
+        generation, step, consumed = rest["number"]
+        return Followed((generation, step, consumed), unflatten(rest["spec"], tensors))
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a number that is the same for the same bytes, and another one if any of its elements changes."""
+    content = bytes_of(flatten(tensor)[1][0])
+    whole = content.numel() // 8 * 8
+    words = content[:whole]
+    total = words.view(torch.int64).sum() if words.data_ptr() % 8 == 0 else words.to(torch.int64).sum()
+    return int(total + content[whole:].to(torch.int64).sum())
+
+
+def _large_tensors(state: Tree, own: _Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Yield the large tensors of a state by name, without those that follow the steps of an optimizer."""
+    spec, tensors = flatten(state)
+    index = TensorIndex(spec)
+    temporary = index.numbers_below(PREVIOUS_GRADIENT)
+    followed = {_address(each) for n in range(len(own.parameters)) for _, each in own.large(n)}
+    for number, (name, tensor) in enumerate(zip(index.names(), tensors, strict=True)):
+        if tensor.nbytes > SMALL and number not in temporary and _address(tensor) not in followed:
+            yield name, tensor
+
+
+def _is_large(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1
+
+
+def _has(group: dict[str, Any], parameter: Tensor) -> bool:
+    return any(each is parameter for each in group["params"])
+
+
+def _address(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
+
+
+def _on_device_of(before: Any, value: Any) -> Any:
+    both = isinstance(before, Tensor) and isinstance(value, Tensor)
+    return value.to(before.device, copy=True) if both else value
+
+
+def _read(connection: socket.socket, memory: memoryview, check: Callable[[], None]) -> None:
+    while memory.nbytes:
+        check()
+        with contextlib.suppress(TimeoutError):
+            count = connection.recv_into(memory)
+            if not count:
+                raise _LostError
+            memory = memory[count:]
