@@ -1,13 +1,13 @@
 """Jobs, which the controller declares and deletes, and their changes, for clients that follow them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 
 from adascale_api.bodies import NO_NUL, JobSpecBody
-from adascale_api.data.job import StoredJob, skip_unreadable
+from adascale_api.data.job import skip_unreadable
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas, reports
 from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
@@ -34,8 +34,6 @@ from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.registration import Registration
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
 
-JOBS_TOGETHER = 25
-"""Jobs whose latest reports and step times are read together."""
 _STEP_TIME_SIZE = 150
 """Bytes of a step time in an answer, approximately."""
 
@@ -62,7 +60,9 @@ async def get_jobs(
     cursor = service.log.cursor
 
     def query(transaction: Transaction) -> Response:
-        views, following = list_views(transaction, after, limit, service)
+        ids = jobs.list_ids(transaction, after, limit + 1)
+        views, _, last = read_views(transaction, [(each, each) for each in ids[:limit]], after, service)
+        following = last if ids and last != ids[-1] else None
         return answer(JobList(views, following, cursor), shows_all=shows_all)
 
     return await service.database.read_long(query)
@@ -162,100 +162,69 @@ async def get_changes(
         await service.log.wait(since, wait, closed)
     found = service.log.since(since, limit)
 
-    def query(transaction: Transaction) -> JobChanges:
-        views: list[JobView] = []
-        deleted: list[str] = []
-        cursor, room = since, PageRoom()
-        for job_id, after in found:
-            with skip_unreadable():
-                try:
-                    # The first reads of the transaction follow the changes, so it sees them.
-                    view, size = find_view(transaction, job_id, service)
-                except JobNotFoundError:
-                    deleted.append(job_id)
-                else:
-                    if not room.takes(size):
-                        break
-                    views.append(view)
-            cursor = after
-        return JobChanges(views, deleted, cursor)
-
-    changes = await service.database.read_long(query) if found else JobChanges([], [], since)
-    return answer(changes, shows_all=shows_all)
+    # The transaction begins after the changes, so it sees them.
+    changes = await service.database.read_long(read_views, found, since, service)
+    return answer(JobChanges(*changes), shows_all=shows_all)
 
 
 SizedView = tuple[JobView, int]
 """The view of a job, and the bytes that it has in an answer, approximately."""
 
 
+def read_views(
+    transaction: Transaction, found: Sequence[tuple[str, str]], position: str, service: Service
+) -> tuple[list[JobView], list[str], str]:
+    """Return the views of jobs that have room together, the ids of those that do not exist, and the position.
+
+    `found` has the ids, each with the position after it. A job that can't be read is logged, and left out.
+    """
+    views: list[JobView] = []
+    missing: list[str] = []
+    room = PageRoom()
+    for job_id, after in found:
+        with skip_unreadable():
+            try:
+                view, size = find_view(transaction, job_id, service)
+            except JobNotFoundError:
+                missing.append(job_id)
+            else:
+                if not room.takes(size):
+                    break
+                views.append(view)
+        position = after
+    return views, missing, position
+
+
 def find_view(transaction: Transaction, job_id: str, service: Service) -> SizedView:
     """Return the view of a job; errors as for `jobs.find_job`."""
     job = jobs.find_job(transaction, job_id)
-    return _viewer(transaction, [job], service)(job)
-
-
-def list_views(
-    transaction: Transaction, after: str, limit: int, service: Service
-) -> tuple[list[JobView], str | None]:
-    """Return the views of a page of jobs, and the `after` of the next page; None after the last.
-
-    The page has at most `limit` jobs, and those that have room together. A job that can't be read is logged,
-    and is not in the page.
-    """
-    page = jobs.list_jobs(transaction, after, limit)
-    views: list[JobView] = []
-    room, done = PageRoom(), after
-    for start in range(0, len(page.jobs), JOBS_TOGETHER):
-        part = page.jobs[start : start + JOBS_TOGETHER]
-        view = _viewer(transaction, part, service)
-        for job in part:
-            with skip_unreadable():
-                found, size = view(job)
-                if not room.takes(size):
-                    return views, done
-                views.append(found)
-            done = job.id
-    return views, page.next
-
-
-def _viewer(
-    transaction: Transaction, page: Sequence[StoredJob], service: Service
-) -> Callable[[StoredJob], SizedView]:
-    """Read what the views of jobs need, which are in the order of their ids, and return what makes a view."""
-    first, last = page[0].id, page[-1].id
-    latest = reports.latest_rows(transaction, first, last)
-    step_times = reports.step_time_rows(transaction, first, last)
-
-    def view(job: StoredJob) -> SizedView:
-        state = job.rendezvous
-        ages = service.heartbeats.ages(job.id)
-        logs = replicas.logs(transaction, job)
-        times = reports.parse_step_times(job.id, step_times.get(job.id, []))
-        found = JobView(
-            id=job.id,
-            spec=job.spec,
-            version=job.version,
-            desired=state.desired,
-            active=state.active,
-            broken=state.broken,
-            complete=state.complete,
-            failures=state.failures,
-            disruptions=state.disruptions,
-            restarts_without_progress=state.restarts_without_progress,
-            replicas=[
-                _replica_view(registration, logs.get(rank), ages.get(rank))
-                for rank, registration in sorted(state.replicas.items())
-            ],
-            latest=reports.parse_report(job.id, latest.get(job.id)),
-            step_times=times,
-            created_at=job.created_at,
-            local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
-            local_bsz_limit=state.local_bsz_limit,
-        )
-        of_logs = sum(len(log.text) for log in logs.values())
-        return found, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(times)
-
-    return view
+    state = job.rendezvous
+    ages = service.heartbeats.ages(job.id)
+    logs = replicas.logs(transaction, job)
+    times = reports.step_times(transaction, job)
+    view = JobView(
+        id=job.id,
+        spec=job.spec,
+        version=job.version,
+        desired=state.desired,
+        active=state.active,
+        broken=state.broken,
+        complete=state.complete,
+        failures=state.failures,
+        disruptions=state.disruptions,
+        restarts_without_progress=state.restarts_without_progress,
+        replicas=[
+            _replica_view(registration, logs.get(rank), ages.get(rank))
+            for rank, registration in sorted(state.replicas.items())
+        ],
+        latest=reports.latest_report(transaction, job),
+        step_times=times,
+        created_at=job.created_at,
+        local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
+        local_bsz_limit=state.local_bsz_limit,
+    )
+    of_logs = sum(len(log.text) for log in logs.values())
+    return view, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(times)
 
 
 def _replica_view(registration: Registration, log: Log | None, age: float | None) -> ReplicaView:

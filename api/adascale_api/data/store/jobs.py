@@ -101,6 +101,11 @@ def list_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
     return _page(transaction, transaction.all(_PAGE, after=after, limit=limit + 1), limit)
 
 
+def list_ids(transaction: Transaction, after: str, limit: int) -> list[str]:
+    """Return at most `limit` ids of jobs that are greater than `after`, in order."""
+    return [row[0] for row in transaction.all(_PAGE, after=after, limit=limit)]
+
+
 def incomplete_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
     """As `list_jobs`, of the jobs that are not complete."""
     return _page(transaction, transaction.all(_INCOMPLETE_PAGE, after=after, limit=limit + 1), limit)

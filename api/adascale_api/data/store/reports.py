@@ -154,28 +154,16 @@ def history(transaction: Transaction, job: StoredJob, points: int) -> HistoryVie
 
 def step_times(transaction: Transaction, job: StoredJob) -> list[StepTime]:
     """Return the step time of each batch plan, number of nodes and accelerator: the median of the latest."""
-    return parse_step_times(job.id, step_time_rows(transaction, job.id, job.id).get(job.id, []))
-
-
-def step_time_rows(transaction: Transaction, first: str, last: str) -> dict[str, list[Row]]:
-    """Return the step times of the jobs from `first` to `last`, by job id, for `parse_step_times`."""
-    found: dict[str, list[Row]] = {}
-    for row in transaction.all(_STEP_TIMES, first=first, last=last):
-        found.setdefault(row[0], []).append(row[1:])
-    return found
+    rows = transaction.all(_STEP_TIMES, key=job.key)
+    # The last column is the number of reports received since. None came after the plan of the newest report.
+    present = max((row[0] for row in rows if row[-1] == 0), default=None)
+    with reading(job.id):
+        return [_step_time(present, *row) for row in rows]
 
 
 def parse_report(job_id: str, row: Row | None) -> GainReport | None:
     """Return the report in a row; None without one."""
     return None if row is None else _parse_report(job_id, row)
-
-
-def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
-    """Return the step times in rows, of which the last column is the number of reports received since."""
-    # The plan of the newest report is the one that none came after.
-    present = max((row[0] for row in rows if row[-1] == 0), default=None)
-    with reading(job_id):
-        return [_step_time(present, *row) for row in rows]
 
 
 def _parse_report(job_id: str, row: Row) -> GainReport:
@@ -361,10 +349,9 @@ _SPREAD = Sql(
 )
 _STEP_TIMES = Sql(
     f"""
-    SELECT jobs.id, {_PLAN_COLUMNS}, seconds, sync_seconds, measurements.received - step_times.received
-    FROM jobs JOIN step_times ON step_times.job_key = jobs.key
-    JOIN measurements ON measurements.job_key = jobs.key
-    WHERE jobs.id BETWEEN :first AND :last ORDER BY jobs.id, {_PLAN_COLUMNS}
+    SELECT {_PLAN_COLUMNS}, seconds, sync_seconds, measurements.received - step_times.received
+    FROM step_times JOIN measurements ON measurements.job_key = step_times.job_key
+    WHERE step_times.job_key = :key ORDER BY {_PLAN_COLUMNS}
     """
 )
 _STEP_TIMES_OF_PLAN = Sql(
