@@ -224,6 +224,21 @@ def test_large_heads_of_waiting_requests_take_bounded_memory(attacked: ServicePr
             assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
+def test_large_bodies_that_do_not_end_do_not_take_the_place_of_others(attacked: ServiceProcess) -> None:
+    size = 1_000_000
+    head = f"POST /jobs/bodies/gain HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    before = attacked.peak_memory()
+    with ExitStack() as stack, Client(attacked.port) as client:
+        for _ in range(2 * MAX_DATA // size):
+            connection = socket.create_connection(("127.0.0.1", attacked.port), timeout=30)
+            stack.enter_context(connection)
+            connection.sendall(head.encode() + b" " * (size - 1))
+        reports = [a_report(step, metrics={"m": float(step)}) for step in range(500)]
+        assert client.post_gain("bodies", *reports)["stored"] == len(reports)
+    assert attacked.peak_memory() - before < 3 * MAX_DATA // 1024
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "method", "path", "pad", "body"),

@@ -18,22 +18,23 @@ class Connection:
     def __init__(self, limits: ConnectionLimits, address: str = "10.0.0.1") -> None:
         self.limits = limits
         self.address = address
-        self.unread_size = 0
         self.is_closed = False
-        self.kept = 0
+        self.head = 0
         limits.opened(self)
 
     def abort(self) -> None:
         self.is_closed = True
-        self.kept = self.unread_size = 0
 
     def close(self) -> None:
         self.is_closed = True
         self.limits.lost(self)
 
     def send_head(self, size: int) -> None:
-        self.kept += size
-        self.limits.keep_head(self, self.kept)
+        self.head += size
+        self.limits.keep(self.limits.heads, self, self.head)
+
+    def send_body(self, size: int) -> None:
+        self.limits.keep(self.limits.bodies, self, size)
 
     def request(self) -> None:
         self.limits.expect_request(self)
@@ -43,8 +44,7 @@ class Connection:
         self.limits.response_complete(self)
 
     def leave_unread(self, size: int) -> None:
-        self.unread_size = size
-        self.limits.unread(self)
+        self.limits.unread(self, size)
 
 
 def closed(*connections: Connection) -> list[bool]:
@@ -133,29 +133,20 @@ def test_the_oldest_of_the_data_that_take_most_are_closed() -> None:
     third = MAX_DATA // 3
     heads = [Connection(limits) for _ in range(4)]
     readers = [Connection(limits) for _ in range(2)]
+    senders = [Connection(limits) for _ in range(2)]
     for connection in heads:
         connection.send_head(third // 4)
     for connection in readers:
         connection.leave_unread(third // 2)
-    assert limits.body_grows(third)
-    assert not any(closed(*heads, *readers))
+    for connection in senders:
+        connection.send_body(third // 2)
+    assert not any(closed(*heads, *readers, *senders))
     heads[-1].send_head(third // 4)
-    assert closed(*heads, *readers) == [True, False, False, False, False, False]
+    assert closed(*heads, *readers, *senders) == [True, *[False] * 7]
     readers[1].leave_unread(third)
-    assert closed(*heads, *readers) == [True, False, False, False, True, False]
-
-
-def test_a_body_without_room_is_refused_if_bodies_take_most_and_closes_others_if_not() -> None:
-    limits = ConnectionLimits()
-    reader = Connection(limits)
-    reader.leave_unread(MAX_DATA // 2)
-    assert limits.body_grows(MAX_DATA // 2)
-    assert not limits.body_grows(1)
-    assert not reader.is_closed
-    assert limits.body_grows(-MAX_DATA // 2)
-    reader.leave_unread(MAX_DATA)
-    assert limits.body_grows(1)
-    assert reader.is_closed
+    assert closed(*heads, *readers, *senders) == [True, *[False] * 3, True, *[False] * 3]
+    senders[1].send_body(third + third // 2)
+    assert closed(*heads, *readers, *senders) == [True, *[False] * 3, True, False, True, False]
 
 
 @pytest.mark.parametrize(("seconds", "kind"), [(REQUEST_TIMEOUT, "request"), (RESPONSE_TIMEOUT, "answer")])

@@ -7,6 +7,9 @@ in memory. Connections whose requests wait for an answer take half as much memor
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from operator import attrgetter
 from typing import Protocol
 
 from prometheus_client import Counter
@@ -30,14 +33,17 @@ class Connection(Protocol):
         """The address of the client."""
         ...
 
-    @property
-    def unread_size(self) -> int:
-        """Bytes of answers that the client has not read."""
-        ...
-
     def abort(self) -> None:
         """Close the connection at once."""
         ...
+
+
+@dataclass
+class KeptData:
+    """The bytes of a kind that connections keep in memory, the oldest first."""
+
+    total: int = 0
+    sizes: OrderedDict[Connection, int] = field(default_factory=OrderedDict)
 
 
 class ConnectionLimits:
@@ -58,14 +64,14 @@ class ConnectionLimits:
         self._max_open = max_connections if max_open is None else max_open
         self._request_timeout = request_timeout
         self._clock = clock
-        self._clients = _Clients()
+        self._clients: dict[str, _Client] = {}
+        self._open = 0
         self._waiting: set[Connection] = set()
         # By the time of insertion, so the first one is the oldest.
         self._incomplete: OrderedDict[Connection, float] = OrderedDict()
         self._unread: OrderedDict[Connection, float] = OrderedDict()
-        self._head_sizes: OrderedDict[Connection, int] = OrderedDict()
-        self._heads = 0
-        self._bodies = 0
+        self.heads, self.bodies, self.answers = KeptData(), KeptData(), KeptData()
+        self._kept = (self.heads, self.bodies, self.answers)
         self.closed = Counter(
             "adascale_connections_closed", "Connections closed because of a limit.", registry=None
         )
@@ -77,8 +83,9 @@ class ConnectionLimits:
 
     def lost(self, connection: Connection) -> None:
         """Forget a connection."""
-        self._clients.remove(connection)
-        self.keep_head(connection, 0)
+        self._forget(connection)
+        for data in self._kept:
+            self.keep(data, connection, 0)
         self._incomplete.pop(connection, None)
         self._unread.pop(connection, None)
         self._waiting.discard(connection)
@@ -88,12 +95,12 @@ class ConnectionLimits:
         # Removed first: an entry keeps its place otherwise, and those behind it would be closed late.
         self._incomplete.pop(connection, None)
         self._incomplete[connection] = self._clock() + self._request_timeout
-        self._clients.add(connection, is_incomplete=True)
+        self._note(connection, is_incomplete=True)
 
     def request_complete(self, connection: Connection, *, waits: bool) -> None:
         """End the time of a request, which may have been answered before its end; else it `waits`."""
         self._incomplete.pop(connection, None)
-        self._clients.add(connection, is_incomplete=False)
+        self._note(connection, is_incomplete=False)
         if waits:
             self._waiting.add(connection)
             self._close_surplus()
@@ -102,30 +109,31 @@ class ConnectionLimits:
         """Regard a connection as idle, unless its request is incomplete."""
         if connection in self._waiting:
             self._waiting.remove(connection)
-            self._clients.add(connection, is_incomplete=False)
+            self._note(connection, is_incomplete=False)
 
-    def keep_head(self, connection: Connection, size: int) -> None:
-        """Count the bytes of the head that a connection keeps now, and make room for them."""
-        self._heads += size - self._head_sizes.get(connection, 0)
+    def keep(self, data: KeptData, connection: Connection, size: int) -> None:
+        """Count the bytes that a connection keeps now, and close connections until all keep few enough."""
+        before = data.sizes.get(connection, 0)
+        if size == before:
+            return
+        data.total += size - before
         if size:
-            self._head_sizes[connection] = size
-            self._make_room()
+            data.sizes[connection] = size
         else:
-            self._head_sizes.pop(connection, None)
+            del data.sizes[connection]
+        while sum(kept.total for kept in self._kept) > MAX_DATA:
+            largest = max(self._kept, key=attrgetter("total"))
+            self._close(next(iter(largest.sizes)))
 
-    def body_grows(self, size: int) -> bool:
-        """Count bytes of bodies, fewer if negative, and return whether there is room for them."""
-        self._bodies += size
-        return size <= 0 or self._make_room(bodies_grow=True)
-
-    def unread(self, connection: Connection) -> None:
+    def unread(self, connection: Connection, size: int) -> None:
         """Start the time in which the client must read, and close connections if too much is unread."""
         self._unread[connection] = self._clock() + RESPONSE_TIMEOUT
-        self._make_room()
+        self.keep(self.answers, connection, size)
 
     def read(self, connection: Connection) -> None:
         """End the time in which the client must read."""
         self._unread.pop(connection, None)
+        self.keep(self.answers, connection, 0)
 
     async def close_overdue(self) -> None:
         """Close the connections whose time has passed."""
@@ -137,107 +145,55 @@ class ConnectionLimits:
                     break
                 self._close(connection)
 
-    def _close_surplus(self) -> None:
-        while (
-            len(self._clients) > self._max_open
-            or len(self._clients) + len(self._waiting) // 2 > self._max_connections
-        ):
-            self._close(self._clients.first_to_close())
+    def _exceeds(self, spared: int = 0) -> bool:
+        """Whether more connections are open than allowed, less those that are `spared`."""
+        counted = self._open + len(self._waiting) // 2
+        return self._open > self._max_open - spared or counted > self._max_connections - spared
 
-    def _make_room(self, *, bodies_grow: bool = False) -> bool:
-        """Close connections until the data have no more than `MAX_DATA` bytes; False if bodies have most."""
-        while self._unread or self._heads + self._bodies > MAX_DATA:
-            unread = sum(each.unread_size for each in self._unread)
-            if self._heads + self._bodies + unread <= MAX_DATA:
-                return True
-            if bodies_grow and self._bodies >= max(self._heads, unread):
-                return False
-            largest = self._head_sizes if self._heads >= unread else self._unread
-            if not largest:
-                return False
-            self._close(next(iter(largest)))
-        return True
+    def _close_surplus(self) -> None:
+        if not self._exceeds():
+            return
+        # The search for the largest takes time, so it makes room for many connections.
+        spared = self._max_connections // 100
+        clients = [(-len(client), number, client) for number, client in enumerate(self._clients.values())]
+        heapify(clients)
+        while self._exceeds(spared):
+            _, number, client = clients[0]
+            self._close(next(iter(client.incomplete or client.others)))
+            heapreplace(clients, (-len(client), number, client))
 
     def _close(self, connection: Connection) -> None:
         self.lost(connection)
         self.closed.inc()
         connection.abort()
 
-
-class _Clients:
-    """The open connections by the address of their client."""
-
-    def __init__(self) -> None:
-        self._clients: dict[str, _Client] = {}
-        self._by_count: dict[int, OrderedDict[str, None]] = {}
-        """The addresses that have a number of connections."""
-        self._most = 0
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, connection: Connection, *, is_incomplete: bool) -> None:
-        """Note what a connection does, which may be new."""
+    def _note(self, connection: Connection, *, is_incomplete: bool) -> None:
+        """Note what a connection does, which may be new; it becomes the last of its client to be closed."""
+        self._forget(connection)
         client = self._clients.setdefault(connection.address, _Client())
-        before = len(client)
-        client.add(connection, is_incomplete=is_incomplete)
-        self._moved(connection.address, before, len(client))
+        (client.incomplete if is_incomplete else client.others)[connection] = None
+        self._open += 1
 
-    def remove(self, connection: Connection) -> None:
-        """Forget a connection, which may be forgotten already."""
+    def _forget(self, connection: Connection) -> None:
         client = self._clients.get(connection.address)
         if client is None:
             return
-        before = len(client)
-        client.remove(connection)
-        self._moved(connection.address, before, len(client))
+        self._open -= len(client)
+        client.incomplete.pop(connection, None)
+        client.others.pop(connection, None)
+        self._open += len(client)
         if not len(client):
             del self._clients[connection.address]
 
-    def first_to_close(self) -> Connection:
-        """Return the connection to close first."""
-        return self._clients[next(iter(self._by_count[self._most]))].first_to_close()
-
-    def _moved(self, address: str, before: int, after: int) -> None:
-        if before == after:
-            return
-        self._count += after - before
-        if before:
-            self._by_count[before].pop(address)
-            if not self._by_count[before]:
-                del self._by_count[before]
-        if after:
-            self._by_count.setdefault(after, OrderedDict())[address] = None
-        if after > before:
-            self._most = max(self._most, after)
-        elif before == self._most and before not in self._by_count:
-            self._most = after
-
 
 class _Client:
-    """The connections of one address."""
+    """The connections of one address, in the order in which they are closed."""
 
-    __slots__ = ("_incomplete", "_others")
+    __slots__ = ("incomplete", "others")
 
     def __init__(self) -> None:
-        # The first one has done nothing for longest.
-        self._incomplete: OrderedDict[Connection, None] = OrderedDict()
-        self._others: OrderedDict[Connection, None] = OrderedDict()
+        self.incomplete: OrderedDict[Connection, None] = OrderedDict()
+        self.others: OrderedDict[Connection, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._incomplete) + len(self._others)
-
-    def add(self, connection: Connection, *, is_incomplete: bool) -> None:
-        """Note what a connection does; the connection that was noted last is closed last."""
-        self.remove(connection)
-        (self._incomplete if is_incomplete else self._others)[connection] = None
-
-    def remove(self, connection: Connection) -> None:
-        """Forget a connection, which may be forgotten already."""
-        self._incomplete.pop(connection, None)
-        self._others.pop(connection, None)
-
-    def first_to_close(self) -> Connection:
-        """Return the connection to close first."""
-        return next(iter(self._incomplete or self._others))
+        return len(self.incomplete) + len(self.others)

@@ -27,6 +27,8 @@ MAX_HEAD = 32 * 1024
 """Bytes of a request line with its headers, with `HEADER_OVERHEAD` for each; a token may have 16 KiB."""
 SMALL_HEAD = 8 * 1024
 """Bytes of a request line with its headers that are not counted once they are complete."""
+SMALL_BODY = 8 * 1024
+"""Bytes of a body that is not counted, such as that of a heartbeat or a single report."""
 HEADER_OVERHEAD = 200
 """Bytes that a header takes besides its text."""
 CLOSED = "closed"
@@ -51,6 +53,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_size = 0
         """Bytes of the head that is kept, but for a small one that is complete."""
+        self._body_size = 0
         self._framing = 0
         """Bytes since the last of the body: of chunk headers and trailers."""
         self._in_head = True
@@ -72,7 +75,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.client[0] if self.client else ""
 
     @property
-    def unread_size(self) -> int:
+    def _unread_size(self) -> int:
         """Bytes of answers that the client has not read."""
         encrypted = self.encrypted.get_write_buffer_size() if self.encrypted is not None else 0
         return self.transport.get_write_buffer_size() + encrypted
@@ -106,7 +109,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._framing += len(data)
         super().data_received(data)
-        self.limits.keep_head(self, self._head_size)
+        self.limits.keep(self.limits.heads, self, self._head_size)
         if self._in_head and self._head_size > MAX_HEAD:
             self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
         elif self._framing > MAX_HEAD:
@@ -146,6 +149,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["state"][CLOSED] = self._closed
         self._in_head = True
+        self._body_size = 0
         if not self.transport.is_closing():
             self.limits.expect_request(self)
 
@@ -171,6 +175,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._framing = 0
         if self.parser.get_method() in METHODS_WITH_BODY:
             super().on_body(body)
+            self._body_size += len(body)
+            is_kept = self._body_size > SMALL_BODY and self._has_unanswered_request
+            if is_kept and not self.transport.is_closing():
+                self.limits.keep(self.limits.bodies, self, self._body_size)
 
     def on_message_complete(self) -> None:
         """End the time of the request."""
@@ -183,7 +191,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Release the request, and regard the connection as idle."""
         self._head_size = 0
-        self.limits.keep_head(self, 0)
+        self.limits.keep(self.limits.heads, self, 0)
+        self.limits.keep(self.limits.bodies, self, 0)
         self.url, self.headers, self.scope = b"", [], {}  # type: ignore[typeddict-item]
         self.cycle.scope, self.cycle.body = self.scope, bytearray()
         super().on_response_complete()
@@ -194,7 +203,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
         With TLS, an orderly end would wait for that of the client, which reads nothing between two requests.
         """
-        if self._has_unanswered_request or self.unread_size:
+        if self._has_unanswered_request or self._unread_size:
             super().shutdown()
         else:
             self.abort()
@@ -202,7 +211,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Start the time in which the client must read."""
         super().pause_writing()
-        self.limits.unread(self)
+        self.limits.unread(self, self._unread_size)
 
     def resume_writing(self) -> None:
         """End the time in which the client must read."""

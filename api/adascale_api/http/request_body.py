@@ -1,4 +1,4 @@
-"""The bodies of requests: limits of their size, of each and of all together, and parsing as strict JSON.
+"""The bodies of requests: the limit of their size, and parsing as strict JSON.
 
 FastAPI parses JSON before it validates types, so `NaN` would be a number and a list would be valid as a
 tuple. Here pydantic parses the text itself. FastAPI then does not know the bodies, so they are added to the
@@ -6,8 +6,7 @@ OpenAPI document here and in `app`.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
 from fastapi import Request
@@ -21,15 +20,11 @@ from adascale_api.errors import (
     FieldError,
     InvalidInputError,
     NotJsonError,
-    UnavailableError,
 )
-from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_core.messages.reports import GainReport
 
 MAX_BODY = 1024 * 1024
 """Bytes of a request body."""
-SMALL_BODY = 8 * 1024
-"""Bytes of a body that is not counted: heartbeats and single reports are never refused for others' bodies."""
 MAX_ERRORS = 100
 """Invalid fields of which each is examined."""
 MAX_FIELDS = 100
@@ -44,17 +39,12 @@ MAX_EXCERPT = 80
 M = TypeVar("M")
 
 
-@contextmanager
-def limited_body(scope: Scope, receive: Receive, connections: ConnectionLimits) -> Iterator[Receive]:
-    """Return a `receive` that limits the body of a request, and counts it until the answer.
-
-    It raises `BodyTooLargeError` for more than `MAX_BODY` bytes, announced or not, and `UnavailableError`
-    while there is no room because of other bodies.
-    """
-    size = counted = 0
+def limited_body(scope: Scope, receive: Receive) -> Receive:
+    """Return a `receive` that raises `BodyTooLargeError` for more than `MAX_BODY` bytes, announced or not."""
+    size = 0
 
     async def receive_within_limit() -> Message:
-        nonlocal size, counted
+        nonlocal size
         if size == 0:
             # The server has checked that it is a number, of which Python converts 4300 digits at most.
             announced = dict(scope["headers"]).get(b"content-length", b"").lstrip(b"0") or b"0"
@@ -64,19 +54,9 @@ def limited_body(scope: Scope, receive: Receive, connections: ConnectionLimits) 
         size += len(message.get("body", b""))
         if size > MAX_BODY:
             _refuse_size(f"more than {MAX_BODY} bytes")
-        if size > SMALL_BODY:
-            has_room = connections.body_grows(size - counted)
-            counted = size
-            if not has_room:
-                raise UnavailableError(
-                    "too many large requests at the same time; nothing was stored, try again"
-                )
         return message
 
-    try:
-        yield receive_within_limit
-    finally:
-        connections.body_grows(-counted)
+    return receive_within_limit
 
 
 def _refuse_size(got: str) -> None:

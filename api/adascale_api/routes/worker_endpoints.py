@@ -55,13 +55,12 @@ class MetricsService:
         started = time.perf_counter()
         route, endpoint = self._find(scope)
         try:
-            with limited_body(scope, receive, self._service.connections) as limited:
-                if endpoint is None:
-                    await self._app(scope, limited, send_and_note_status)
-                    # Labelled with the route's template: labels with full paths would be a series for each.
-                    route = getattr(scope.get("route"), "path", "none")
-                else:
-                    await _answer(endpoint, Request(scope, limited), send_and_note_status)
+            if endpoint is None:
+                await self._app(scope, limited_body(scope, receive), send_and_note_status)
+                # Labelled with the route's template: labels with full paths would be a series for each.
+                route = getattr(scope.get("route"), "path", "none")
+            else:
+                await _answer(endpoint, Request(scope, limited_body(scope, receive)), send_and_note_status)
         finally:
             self._service.metrics.observe(scope["method"], route, status, time.perf_counter() - started)
 
