@@ -20,6 +20,7 @@ from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
+from adascale_api.data.tables import OF_A_JOB
 from adascale_api.service.service import JobRetention, remove_old_jobs
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
@@ -355,10 +356,7 @@ def test_the_cost_of_thinning_grows_with_the_number_of_reports_and_not_faster(sq
     assert many < 16 * few
 
 
-def test_the_rows_of_a_deleted_job_are_removed_in_pieces(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "DELETED_ROWS", 10)
+def test_the_rows_of_a_job_are_deleted_with_it(store: Store) -> None:
     job_id = new_job_id()
     store.post(job_id, [a_report(step, local_bsz=1 + step % 7) for step in range(95)])
     key = store.job(job_id).key
@@ -368,12 +366,9 @@ def test_the_rows_of_a_deleted_job_are_removed_in_pieces(
     assert job_id not in [row[0] for row in store.read(report_store.latest_gauges)]
     again = store.post(job_id, [a_report(1)])
     assert again == (1, 0)
-    pieces = 0
-    while store.write(jobs.remove_deleted):
-        pieces += 1
-    assert pieces >= 10
-    count_rows = Sql("SELECT count(*) FROM reports WHERE job_key = :key")
-    assert store.read(lambda transaction: transaction.first(count_rows, key=key)) == (0,)
+    for table in OF_A_JOB:
+        count_rows = Sql(f"SELECT count(*) FROM {table} WHERE job_key = :key")
+        assert store.read(lambda transaction, query=count_rows: transaction.first(query, key=key)) == (0,)
     assert store.read(report_store.history, job=store.job(job_id), points=9).total == 1
 
 
@@ -451,8 +446,6 @@ def test_the_heartbeats_of_jobs_that_have_ended_are_removed(store: Store) -> Non
         registration = a_registration(0, replica_state, generation=generation)
         store.write(replicas.register, job_id=complete, registration=registration, now=0.0)
     store.write(jobs.delete_job, job_id=deleted, now=0.0)
-    while store.write(jobs.remove_deleted):
-        pass
     # By services that do not know yet that the jobs have ended.
     store.write(replicas.add_heartbeats, received={(key, 0): "agent-0" for key in keys.values()})
     assert store.read(replicas.count_heartbeats).keys() == {(key, 0) for key in keys.values()}

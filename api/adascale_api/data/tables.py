@@ -9,10 +9,10 @@ from typing import Any, get_type_hints
 
 from adascale_core.messages.reports import GainReport
 
-SCHEMA_VERSION = 18
+SCHEMA_VERSION = 19
 """Raised with every change of a table, or of a document in one; `MIGRATIONS` has the way to the next one."""
 
-READABLE_FROM = 18
+READABLE_FROM = 19
 """The oldest version whose service can use these tables too, as when only columns with a default were added.
 A service refuses tables that are readable from a later version than its own."""
 
@@ -95,7 +95,6 @@ OF_A_JOB: dict[str, tuple[str, str]] = {
 
 TABLES: dict[str, str] = {
     SCHEMA: "version INTEGER PRIMARY KEY, readable_from INTEGER NOT NULL",
-    # A job without an id is deleted, and its rows are removed in the background.
     "jobs": """
         key {key},
         id TEXT UNIQUE,
@@ -132,6 +131,14 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
     ),
     # The state of a job has its slow replicas, which earlier versions can't read.
     17: (),
+    # Those of deleted jobs, whose rows are removed with the job since.
+    18: (
+        *(
+            f"DELETE FROM {name} WHERE job_key IN (SELECT key FROM jobs WHERE id IS NULL)"
+            for name in OF_A_JOB
+        ),
+        "DELETE FROM jobs WHERE id IS NULL",
+    ),
 }
 """The statements that change the tables of a version to those of the next one."""
 

@@ -1,4 +1,4 @@
-"""The parts of a running service, and its background tasks: checks, and the removal of old jobs and rows."""
+"""The parts of a running service, and its background tasks: checks, and the removal of old jobs."""
 
 import asyncio
 import logging
@@ -35,10 +35,6 @@ from adascale_core.views.usage import UsageGroup, UsageView, usage
 
 RETENTION_INTERVAL = 600.0
 """Seconds between two searches for old jobs."""
-PAUSE = 0.02
-"""Seconds between two transactions that remove rows, for other writes."""
-REMOVE_INTERVAL = 5.0
-"""Seconds between two searches for rows of deleted jobs."""
 DAY = 86400.0
 MAX_REMOVED = 1000
 """Jobs that one search deletes."""
@@ -108,7 +104,6 @@ class Service:
             (self.heartbeats.check, HEARTBEAT_INTERVAL),
             (self.database.check, CHECK_INTERVAL),
             (lambda: remove_old_jobs(self.database, self.settings.jobs, self.clock()), RETENTION_INTERVAL),
-            (partial(remove_deleted, self.database), REMOVE_INTERVAL),
             (self.connections.close_overdue, SWEEP_INTERVAL),
         ]
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
@@ -217,11 +212,3 @@ async def remove_old_jobs(database: Database, retention: JobRetention, now: floa
         logger.info("deleted job %s, which has not changed for long", job_id)
     await database.write(replicas.remove_ended_heartbeats)
     await database.write(jobs.forget_versions, before=unfinished_before)
-
-
-async def remove_deleted(database: Database) -> None:
-    """Remove the rows of deleted jobs in pieces, also those that an earlier process has left."""
-    # Read first: a commit of nothing would succeed on a full disk, and look as if there were room.
-    if await database.read(jobs.has_deleted):
-        while await database.write(jobs.remove_deleted):
-            await asyncio.sleep(PAUSE)

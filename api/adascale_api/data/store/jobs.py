@@ -21,9 +21,6 @@ from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import GenerationCause, GenerationView, downtime
 from adascale_core.views.usage import UsedReplicas
 
-DELETED_ROWS = 200
-"""Rows of a deleted job that one transaction removes, so that other writes do not wait for long."""
-
 MAX_PAGE = 512 * 1024
 """Bytes of the jobs that are read or answered together, unless a single job has more."""
 MAX_UNDECLARED = 200
@@ -141,36 +138,17 @@ def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now:
 
 
 def delete_job(transaction: Transaction, job_id: str, now: float) -> None:
-    """Delete a job. `remove_deleted` removes its reports later, in pieces."""
+    """Delete a job and all its rows."""
     job = transaction.jobs.pop(job_id, None)
     found = transaction.first(_LOCK, id=job_id)
     if found is None:
         raise JobNotFoundError(job_id)
     key, version = found if job is None else (job.key, job.version)
     transaction.execute(_REMEMBER_VERSION, id=job_id, version=version, deleted_at=now)
-    transaction.execute(_DELETE, key=key, now=now)
+    for statement in _DELETE:
+        transaction.execute(statement, key=key)
     transaction.changed.discard(job_id)
     transaction.deleted.add(job_id)
-
-
-def has_deleted(transaction: Transaction) -> bool:
-    """Whether there are rows of deleted jobs."""
-    return transaction.first(_ANY_DELETED) is not None
-
-
-def remove_deleted(transaction: Transaction) -> bool:
-    """Remove some rows of deleted jobs, and return whether there are more."""
-    found = transaction.first(_ANY_DELETED)
-    if found is None:
-        return False
-    (key,) = found
-    left = DELETED_ROWS
-    for statement in _REMOVE_ROWS:
-        left -= transaction.execute(statement, key=key, limit=left)
-        if left <= 0:
-            return True
-    transaction.execute(_REMOVE_JOB, key=key)
-    return True
 
 
 def forget_versions(transaction: Transaction, before: float) -> None:
@@ -438,22 +416,15 @@ _REMEMBER_VERSION = upsert("deleted_jobs", "id", "version", "deleted_at")
 _OLD = Sql(
     """
     SELECT jobs.id FROM jobs LEFT JOIN measurements ON measurements.job_key = jobs.key
-    WHERE jobs.id IS NOT NULL
-    AND jobs.changed_at < CASE WHEN complete = 1 THEN :finished_before ELSE :unfinished_before END
+    WHERE jobs.changed_at < CASE WHEN complete = 1 THEN :finished_before ELSE :unfinished_before END
     AND coalesce(reported_at, 0) < CASE WHEN complete = 1 THEN :finished_before ELSE :unfinished_before END
     LIMIT :limit
     """
 )
 _FORGET_VERSIONS = Sql("DELETE FROM deleted_jobs WHERE deleted_at < :before")
-_DELETE = Sql("UPDATE jobs SET id = NULL, changed_at = :now, rendezvous = '' WHERE key = :key")
-_ANY_DELETED = Sql("SELECT key FROM jobs WHERE id IS NULL LIMIT 1")
-_REMOVE_JOB = Sql("DELETE FROM jobs WHERE key = :key")
-_REMOVE_ROWS = [
-    Sql(
-        f"DELETE FROM {table} WHERE job_key = :key AND ({key}) IN "
-        f"(SELECT {key} FROM {table} WHERE job_key = :key LIMIT :limit)"
-    )
-    for table, (key, _) in OF_A_JOB.items()
+_DELETE = [
+    *(Sql(f"DELETE FROM {table} WHERE job_key = :key") for table in OF_A_JOB),
+    Sql("DELETE FROM jobs WHERE key = :key"),
 ]
 _GENERATIONS = Sql(
     """
@@ -468,7 +439,7 @@ _USED = Sql(
         WHEN reported_at >= started_at AND reported_at < :silent THEN reported_at ELSE :now END)
     FROM generations JOIN jobs ON jobs.key = generations.job_key
     LEFT JOIN measurements ON measurements.job_key = generations.job_key
-    WHERE jobs.id IS NOT NULL AND (ended_at IS NULL OR ended_at > :since)
+    WHERE ended_at IS NULL OR ended_at > :since
     ORDER BY started_at DESC LIMIT :limit
     """
 )

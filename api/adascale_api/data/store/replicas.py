@@ -104,7 +104,5 @@ _ADD = Sql(
         instance = excluded.instance, beats = heartbeats.beats + 1
     """
 )
-_REMOVE_ENDED = Sql(
-    "DELETE FROM heartbeats WHERE job_key NOT IN (SELECT key FROM jobs WHERE id IS NOT NULL AND complete = 0)"
-)
+_REMOVE_ENDED = Sql("DELETE FROM heartbeats WHERE job_key NOT IN (SELECT key FROM jobs WHERE complete = 0)")
 _COUNTS = Sql("SELECT job_key, replica, instance, beats FROM heartbeats")

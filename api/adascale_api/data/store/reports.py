@@ -331,7 +331,7 @@ _FROM_LATEST = """
 _ALL_LATEST = Sql(
     f"""
     SELECT jobs.id, gain, gain / nullif(scale, 0), progress, replicas, local_bsz {_FROM_LATEST}
-    WHERE jobs.id IS NOT NULL AND complete = 0
+    WHERE complete = 0
     ORDER BY jobs.id
     """
 )
