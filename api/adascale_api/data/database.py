@@ -9,11 +9,10 @@ Every call ends within its deadline.
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,7 +21,7 @@ from prometheus_client import Counter
 
 from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
 from adascale_api.data.job import JobCache, StoredJob
-from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.sql import Session, Sql, Transaction
 from adascale_api.data.store.jobs import write_changes
 from adascale_api.data.tables import SCHEMA
 from adascale_api.errors import UnavailableError
@@ -103,7 +102,7 @@ class Database:
         self._short = _Readers(self, "reader")
         self._long = _Readers(self, "long-reader")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self._write_connection: Any = None
+        self._write_session = Session(self.connector, self.cache, writes=True)
         self._queue: list[_Write] = []
         self._committing: asyncio.Task[None] | None = None
         self._stopping = False
@@ -255,36 +254,16 @@ class Database:
                 return self._fail(batch, DatabaseError(error) if is_known else error)
 
     def _commit_together(self, batch: list[_Write]) -> Transaction:
-        connector = self.connector
-        try:
-            if self._write_connection is None:
-                self._write_connection = connector.connect(writes=True)
-            connection = self._write_connection
-            connector.begin(connection, writes=True)
-            transaction = Transaction(connector, connection, self.cache)
+        with self._write_session.transaction() as transaction:
             for write in batch:
                 try:
                     write.result, write.error = write.operation(transaction), None
                 except AdaScaleError as error:
                     write.result, write.error = None, error
             write_changes(transaction, self._clock())
-            versions = {job_id: transaction.jobs[job_id].version for job_id in transaction.changed}
-            connector.commit(connection, {**dict.fromkeys(transaction.deleted, -1), **versions})
-        except BaseException:
-            self._roll_back()
-            raise
+            transaction.commit()
         self.condition.error, self.condition.is_full = "", False
         return transaction
-
-    def _roll_back(self) -> None:
-        connection, self._write_connection = self._write_connection, None
-        if connection is None:
-            return
-        # If the connection is lost, the database has undone the transaction.
-        with suppress(self.connector.error):
-            connection.rollback()
-        with suppress(self.connector.error):
-            connection.close()
 
     def _fail(self, batch: list[_Write], error: Exception) -> list[Transaction]:
         for write in batch:
@@ -326,11 +305,8 @@ class Database:
 
     def _problem(self, *, thorough: bool) -> str:
         try:
-            connection = self.connector.connect(writes=False)
-            try:
+            with closing(self.connector.connect(writes=False)) as connection:
                 return self.connector.check(connection, thorough=thorough)
-            finally:
-                connection.close()
         except self.connector.error as error:
             return str(error) if self.connector.failure(error) is Failure.DAMAGED else ""
 
@@ -350,7 +326,7 @@ class Database:
             # In a thread, because one that reads from a disk which does not answer ends late.
             for close in (self._writer.shutdown, self._short.close, self._long.close):
                 await asyncio.to_thread(close)
-            self._roll_back()
+            self._write_session.close()
             self.connector.close()
 
     async def _within_deadline(self, result: Awaitable[T], hint: str) -> T:
@@ -367,8 +343,8 @@ class _Readers:
     def __init__(self, database: Database, name: str) -> None:
         self._database = database
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix=name)
-        self._idle: list[Any] = []
-        """The connections that no thread uses."""
+        self._idle: list[Session] = []
+        """Those that no thread uses."""
         self.waiting = 0
 
     async def run(self, query: Callable[[Transaction], T]) -> tuple[T, list[StoredJob]]:
@@ -381,36 +357,28 @@ class _Readers:
 
     def _run(self, query: Callable[[Transaction], T]) -> tuple[T, list[StoredJob]]:
         database, connector = self._database, self._database.connector
-        for attempt in (1, 2):
-            connection: Any = self._idle.pop() if self._idle else None
-            try:
-                connection = connection or connector.connect(writes=False)
-                connector.begin(connection, writes=False)
-                transaction = Transaction(connector, connection, database.cache)
+        session = self._idle.pop() if self._idle else Session(connector, database.cache, writes=False)
+        try:
+            for attempt in (1, 2):
                 try:
-                    return query(transaction), transaction.loaded
-                finally:
-                    if not isinstance(sys.exception(), connector.error):
-                        connection.rollback()
-                        self._idle.append(connection)
-            except connector.error as error:
-                if connection is not None:
-                    with suppress(connector.error):
-                        connection.close()
-                failure = connector.failure(error)
-                if failure is Failure.LOST and attempt == 1:
-                    continue
-                if failure is Failure.DAMAGED:
-                    database.note_damage(str(error))
-                raise DatabaseError(error, "try again") from error
+                    with session.transaction() as transaction:
+                        return query(transaction), transaction.loaded
+                except connector.error as error:
+                    failure = connector.failure(error)
+                    if failure is Failure.LOST and attempt == 1:
+                        continue
+                    if failure is Failure.DAMAGED:
+                        database.note_damage(str(error))
+                    raise DatabaseError(error, "try again") from error
+        finally:
+            self._idle.append(session)
         raise AssertionError
 
     def close(self) -> None:
         """Finish the reads, and close the connections."""
         self._threads.shutdown()
-        for connection in self._idle:
-            with suppress(self._database.connector.error):
-                connection.close()
+        for session in self._idle:
+            session.close()
 
 
 _WRITE = Sql(f"UPDATE {SCHEMA} SET version = version")

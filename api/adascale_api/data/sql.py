@@ -5,7 +5,9 @@ They use the SQL that both databases have.
 """
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from adascale_api.data.job import JobCache, StoredJob
@@ -72,6 +74,48 @@ class Transaction:
         count: int = cursor.rowcount
         return count
 
+    def commit(self) -> None:
+        """Commit what was written, with the versions of the jobs that it has changed."""
+        changed = {job_id: self.jobs[job_id].version for job_id in self.changed}
+        self._connector.commit(self._connection, {**dict.fromkeys(self.deleted, -1), **changed})
+
     def execute_for_each(self, statement: Sql, rows: Sequence[Row]) -> None:
         """Execute a statement once for each row of its parameters, by position."""
         self._connection.cursor().executemany(self._connector.text(statement), rows)
+
+
+class Session:
+    """A connection for one transaction at a time, which is opened again after an error of the driver."""
+
+    def __init__(self, connector: "Connector", cache: JobCache, *, writes: bool) -> None:
+        self._connector = connector
+        self._cache = cache
+        self._writes = writes
+        self._connection: Any = None
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """Begin a transaction, which is undone at the end unless it was committed."""
+        connector = self._connector
+        try:
+            if self._connection is None:
+                self._connection = connector.connect(writes=self._writes)
+            connector.begin(self._connection, writes=self._writes)
+            try:
+                yield Transaction(connector, self._connection, self._cache)
+            finally:
+                if not isinstance(sys.exception(), connector.error):
+                    self._connection.rollback()
+        except connector.error:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            # If it is lost, the database has undone the transaction.
+            with suppress(self._connector.error):
+                connection.rollback()
+            with suppress(self._connector.error):
+                connection.close()

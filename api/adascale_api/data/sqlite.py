@@ -5,6 +5,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from operator import attrgetter
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -189,20 +190,14 @@ class SqliteConnector(_SqliteFile):
         return descriptor
 
     def _open_tables(self) -> None:
-        connection = self.connect(writes=True)
-        try:
+        with closing(self.connect(writes=True)) as connection:
             version = self.earlier_version(connection)
             if version is not None:
                 self._copy(connection, version)
+            # The end of the connection undoes what is not committed.
             self.begin(connection, writes=True)
-            try:
-                self.prepare_tables(connection)
-                connection.execute("COMMIT")
-            except BaseException:
-                connection.rollback()  # SQLite itself has undone it if the disk is full
-                raise
-        finally:
-            connection.close()
+            self.prepare_tables(connection)
+            connection.execute("COMMIT")
 
     def _copy(self, connection: sqlite3.Connection, version: int) -> None:
         """Copy the file before its tables of an earlier version are changed, for going back."""
@@ -260,10 +255,7 @@ class SqliteReader(_SqliteFile):
         return Failure.LOST if failure is Failure.DAMAGED else failure
 
     def _check_tables(self) -> None:
-        connection = self.connect(writes=False)
-        try:
+        with closing(self.connect(writes=False)) as connection:
             if not self.find_tables(connection):
                 raise UnusableDatabaseError(f"{self._path} has no data of a metrics service")
             self.require_own_tables(connection)
-        finally:
-            connection.close()
