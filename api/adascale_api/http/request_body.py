@@ -7,7 +7,7 @@ OpenAPI document here and in `app`.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -68,17 +68,15 @@ def _refuse_size(got: str) -> None:
 class JsonBody(Generic[M]):
     """A FastAPI dependency that parses the body.
 
-    `parse` makes the message from the text, `schema` describes it in the OpenAPI document, and `expected` in
-    the answer to a body that is no such message.
+    `parse` makes the message from the text, and `schema` describes it in the OpenAPI document.
     """
 
-    def __init__(self, schema: Mapping[str, Any], parse: Callable[[bytes], M], expected: str) -> None:
+    def __init__(self, schema: Mapping[str, Any], parse: Callable[[bytes], M]) -> None:
         self.openapi = {
             "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
         }
         """The members of the operation in the OpenAPI document that describe the body."""
         self._parse = parse
-        self._expected = expected
 
     async def __call__(self, request: Request) -> M:
         """Return the body."""
@@ -86,7 +84,7 @@ class JsonBody(Generic[M]):
 
     def parse(self, text: bytes) -> M:
         """Return the message in a text."""
-        _check_size(text, self._expected)
+        _check_fields(text)
         try:
             return self._parse(text)
         except ValidationError as error:
@@ -95,7 +93,7 @@ class JsonBody(Generic[M]):
 
 def object_body(model: type[BaseModel], make: Callable[[Any], M]) -> JsonBody[M]:
     """Return the body of a model, from which `make` makes a message."""
-    return JsonBody(_reference(model), lambda text: make(model.model_validate_json(text)), "an object")
+    return JsonBody(_reference(model), lambda text: make(model.model_validate_json(text)))
 
 
 _reports: TypeAdapter[Any] = TypeAdapter(GainReports)
@@ -124,39 +122,31 @@ async def _read(request: Request) -> bytes:
     return await request.body()
 
 
-def _check_size(text: bytes, expected: str) -> None:
-    """Refuse a list of too many elements, and objects of too many fields.
-
-    An error of pydantic takes more than a kilobyte, and a body may have a field every seven bytes.
-    """
+def _check_fields(text: bytes) -> None:
+    """Refuse objects of too many fields: an error of pydantic for each would take more than a kilobyte."""
     if len(text) <= LARGE_BODY:
         return
     try:
         value = from_json(text)
     except ValueError:
         return  # reported with its position when the body is validated
-    if isinstance(value, list) and len(value) > MAX_REPORTS:
-        _refuse(f"a list of {len(value)}", expected)
-    objects = [
-        member for member in (value if isinstance(value, list) else [value]) if isinstance(member, dict)
-    ]
+    members = value if isinstance(value, list) else [value]
+    objects = [member for member in members if isinstance(member, dict)]
     metrics = [nested for member in objects for nested in member.values() if isinstance(nested, dict)]
     for each in (*objects, *metrics):
         if len(each) > MAX_FIELDS:
-            _refuse(f"an object of {len(each)} fields", "the fields that /openapi.json lists")
+            raise _too_many(f"an object of {len(each)} fields")
 
 
-def _refuse(got: str, expected: str) -> NoReturn:
-    raise InvalidInputError([FieldError(field="body", got=got, expected=expected)])
+def _too_many(got: str) -> InvalidInputError:
+    expected = "the fields that /openapi.json lists"
+    return InvalidInputError([FieldError(field="body", got=got, expected=expected)])
 
 
 def _invalid(error: ValidationError) -> InvalidInputError:
     # Each error is an object with a copy of its input, so an object of very many fields must not make them.
     if error.error_count() > MAX_ERRORS:
-        got = f"{error.error_count()} invalid fields"
-        return InvalidInputError(
-            [FieldError(field="body", got=got, expected="the fields that /openapi.json lists")]
-        )
+        return _too_many(f"{error.error_count()} invalid fields")
     return InvalidInputError(field_errors(error.errors(include_url=False)))
 
 
@@ -177,7 +167,6 @@ reports_body = JsonBody(
         ]
     },
     _parse_reports,
-    f"1 to {MAX_REPORTS} reports",
 )
 """A report, or a list of reports."""
 

@@ -180,7 +180,7 @@ class HeartbeatMonitor:
     async def _load(self) -> None:
         after: str | None = ""
         while after is not None:
-            page = await self._database.read_long(jobs.incomplete_jobs, after=after, limit=PAGE_SIZE)
+            page = await self._database.read_long(jobs.list_jobs, after, PAGE_SIZE, incomplete=True)
             for job in page.jobs:
                 # Jobs that have changed since the start are known already.
                 if job.id not in self._jobs:

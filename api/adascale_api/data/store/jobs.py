@@ -93,19 +93,28 @@ def find_job(transaction: Transaction, job_id: str) -> StoredJob:
     return _load(transaction, job_id, *found)
 
 
-def list_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
-    """Return at most `limit` jobs with an id greater than `after`, whose states have room together."""
-    return _page(transaction, transaction.all(_PAGE, after=after, limit=limit + 1), limit)
-
-
 def list_ids(transaction: Transaction, after: str, limit: int) -> list[str]:
     """Return at most `limit` ids of jobs that are greater than `after`, in order."""
     return [row[0] for row in transaction.all(_PAGE, after=after, limit=limit)]
 
 
-def incomplete_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
-    """As `list_jobs`, of the jobs that are not complete."""
-    return _page(transaction, transaction.all(_INCOMPLETE_PAGE, after=after, limit=limit + 1), limit)
+def list_jobs(transaction: Transaction, after: str, limit: int, *, incomplete: bool = False) -> JobPage:
+    """Return at most `limit` jobs with an id greater than `after`, whose states have room together.
+
+    If `incomplete`, only those that are not complete.
+    """
+    rows = transaction.all(_INCOMPLETE_PAGE if incomplete else _PAGE, after=after, limit=limit + 1)
+    found: list[StoredJob] = []
+    room, done = PageRoom(), None
+    for job_id, key, version in rows[:limit]:
+        # Deleted since the rows were read, if it is not found.
+        with skip_unreadable(), suppress(JobNotFoundError):
+            job = _load(transaction, job_id, key, version)
+            if not room.takes(len(job.rendezvous_text)):
+                return JobPage(found, done)
+            found.append(job)
+        done = job_id
+    return JobPage(found, done if len(rows) > limit else None)
 
 
 def old_jobs(
@@ -301,20 +310,6 @@ def _load(transaction: Transaction, job_id: str, key: int, version: int) -> Stor
     job = StoredJob.parse(key, job_id, *row)
     transaction.loaded.append(job)
     return job
-
-
-def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int) -> JobPage:
-    found: list[StoredJob] = []
-    room, done = PageRoom(), None
-    for job_id, key, version in rows[:limit]:
-        # Deleted since the rows were read, if it is not found.
-        with skip_unreadable(), suppress(JobNotFoundError):
-            job = _load(transaction, job_id, key, version)
-            if not room.takes(len(job.rendezvous_text)):
-                return JobPage(found, done)
-            found.append(job)
-        done = job_id
-    return JobPage(found, done if len(rows) > limit else None)
 
 
 # -- generations and decisions ---------------------------------------------------------------------------

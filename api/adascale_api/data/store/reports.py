@@ -95,7 +95,8 @@ def post(
         transaction.execute_for_each(_INSERT, [_row(job.key, report) for report in reports])
         _store_times(transaction, job.key, times, received)
         if kept >= retention.limit:
-            kept -= _thin(transaction, job.key, newest[0], newest[1], kept, retention)
+            earlier = float(retention.earlier)
+            kept -= transaction.execute(_THIN, key=job.key, newest=retention.newest, earlier=earlier)
         transaction.execute(
             _UPSERT_MEASUREMENTS,
             job_key=job.key,
@@ -284,26 +285,6 @@ def _named(plan: _Plan) -> dict[str, Any]:
     return dict(zip(_PLAN, plan, strict=True))
 
 
-def _thin(
-    transaction: Transaction, key: int, generation: int, step: int, kept: int, retention: Retention
-) -> int:
-    """Remove reports before the newest until `earlier` are left of them, and return how many it removed."""
-    first = transaction.first(_STEP_RANGE, key=key)
-    last = transaction.first(_NTH, key=key, skip=kept - retention.newest)
-    if first is None or last is None:
-        return 0
-    return transaction.execute(
-        _THIN,
-        key=key,
-        generation=last[0],
-        step=last[1],
-        first=first[0],
-        density=retention.earlier / (first[1] - first[0] + 1),
-        newest_generation=generation,
-        newest_step=step,
-    )
-
-
 _REPORT = tuple(GainReport.__dataclass_fields__)
 _PLAN = ("replicas", "local_bsz", "accumulation", "nodes", "accelerator")
 """The fields that reports of the same batch plan have in common."""
@@ -369,23 +350,22 @@ _REMOVE_OLD_PLANS = Sql(
     )
     """
 )
-_STEP_RANGE = Sql("SELECT min(step), max(step) FROM reports WHERE job_key = :key")
-_NTH = Sql(
-    """
-    SELECT generation, step FROM reports WHERE job_key = :key ORDER BY generation, step LIMIT 1 OFFSET :skip
-    """
-)
+# Removes all but the first report of each of as many parts of the job's steps as earlier ones are kept.
 _THIN = Sql(
     """
-    DELETE FROM reports
-    WHERE job_key = :key AND (generation, step) <> (:newest_generation, :newest_step)
-    AND (generation, step) IN (
+    DELETE FROM reports WHERE job_key = :key AND (generation, step) IN (
         SELECT generation, step FROM (
             SELECT generation, step, row_number() OVER (
-                PARTITION BY CAST((step - :first) * :density AS INTEGER) ORDER BY generation, step
+                PARTITION BY CAST((step - first) * :earlier / (last - first + 1) AS INTEGER)
+                ORDER BY generation, step
             ) AS n
-            FROM reports WHERE job_key = :key AND (generation, step) < (:generation, :step)
-        ) AS numbered
+            FROM (
+                SELECT generation, step, min(step) OVER () AS first, max(step) OVER () AS last,
+                    row_number() OVER (ORDER BY generation DESC, step DESC) AS age
+                FROM reports WHERE job_key = :key
+            ) AS kept
+            WHERE age > :newest
+        ) AS parts
         WHERE n > 1
     )
     """
