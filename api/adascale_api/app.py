@@ -100,8 +100,9 @@ def create_app(
     add_error_handlers(app)
     for routes in (gain, allocation, jobs, logs, page, probes):
         app.include_router(routes.router)
-    for router in (allocation.decision_router, jobs.changes_router, page.files_router):
+    for router in (allocation.decision_router, jobs.changes_router):
         app.include_router(router)
+    app.mount("/page", page.FILES)
     return app
 
 
@@ -111,8 +112,9 @@ def create_runs_app(services: RunServices) -> ASGIApp:
     app.state.service = services
     add_error_handlers(app)
     decisions = allocation.decision_router
-    for router in (page.router, page.files_router, gain.router, decisions, jobs.router, logs.router):
+    for router in (page.router, gain.router, decisions, jobs.router, logs.router):
         app.include_router(router)
+    app.mount("/page", page.FILES)
     return RunPaths(app, services)
 
 

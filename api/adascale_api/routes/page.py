@@ -1,23 +1,16 @@
 """The page that shows the jobs, with headers that keep its files harmless, and what only the page reads."""
 
-from functools import cache
-from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.staticfiles import StaticFiles
 
 from adascale_api.routes.common import READER, errors
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service
-from adascale_api.service.summaries import Document, SummaryList
+from adascale_api.service.summaries import SummaryList
 from adascale_core.views.usage import UsageGroup, UsageView
 
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 HEADERS = {
     # Nothing runs or is loaded that is not a file of the page.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -34,8 +27,6 @@ MAX_POINTS = 1000
 LISTED = 8
 """Jobs or namespaces whose use is listed; the use of the others is summed."""
 router = APIRouter(tags=["page"])
-files_router = APIRouter()
-"""The files of the page, which hold no data."""
 
 
 async def _shown(request: Request) -> Service | RunServices:
@@ -47,30 +38,23 @@ Shown = Annotated[Service | RunServices, Depends(_shown)]
 """What the page shows: the jobs of a service, or runs."""
 
 
-@cache
-def _files() -> dict[str, Document]:
-    """Return the files of the page, by name."""
-    found = {}
-    for file in files("adascale_api").joinpath("page").iterdir():
-        suffix = "." + file.name.rpartition(".")[2]
-        if suffix in MEDIA_TYPES:
-            found[file.name] = Document(file.read_bytes(), MEDIA_TYPES[suffix])
-    return found
+class _PageFiles(StaticFiles):
+    """The files of the page, which hold no data."""
+
+    def file_response(self, *of: Any, **options: Any) -> Response:
+        """Return a file, with headers that keep it harmless."""
+        response = super().file_response(*of, **options)
+        response.headers.update(HEADERS)
+        return response
 
 
-@files_router.get("/", include_in_schema=False)
+FILES = _PageFiles(packages=[("adascale_api", "page")])
+
+
+@router.get("/", include_in_schema=False)
 async def get_page(request: Request) -> Response:
     """The page. It holds no data: it reads them as any other client does."""
-    return await get_page_file(request, "index.html")
-
-
-@files_router.get("/page/{name}", include_in_schema=False)
-async def get_page_file(request: Request, name: str) -> Response:
-    """A file of the page."""
-    file = _files().get(name)
-    if file is None:
-        raise HTTPException(404)
-    return _answer(request, file)
+    return await FILES.get_response("index.html", request.scope)
 
 
 @router.get(
@@ -83,7 +67,11 @@ async def get_page_file(request: Request, name: str) -> Response:
 async def get_summaries(shown: Shown, request: Request) -> Response:
     """Returns what a list shows of the first 5,000 jobs, without logs and addresses. `interval` is the number
     of seconds after which a page asks again."""
-    return _answer(request, await shown.summaries.get())
+    document = await shown.summaries.get()
+    headers = {**HEADERS, "ETag": document.etag}
+    if request.headers.get("if-none-match") == document.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(document.content, media_type="application/json", headers=headers)
 
 
 @router.get(
@@ -103,10 +91,3 @@ async def get_usage(
     """Returns the mean number of replicas in each interval, for each of the jobs or namespaces that have used
     most, and for all others together."""
     return await shown.usage(seconds, points, LISTED, by)
-
-
-def _answer(request: Request, document: Document) -> Response:
-    headers = {**HEADERS, "ETag": document.etag}
-    if request.headers.get("if-none-match") == document.etag:
-        return Response(status_code=304, headers=headers)
-    return Response(document.content, media_type=document.media_type, headers=headers)

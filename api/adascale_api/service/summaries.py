@@ -43,7 +43,6 @@ class Document:
     """What a page reads, unless it has it already."""
 
     content: bytes
-    media_type: str
 
     @cached_property
     def etag(self) -> str:
@@ -72,7 +71,7 @@ class Summaries:
         interval = max(INTERVAL, len(found) / JOBS_PER_SECOND)
         self._expires_at = asyncio.get_running_loop().time() + max(MAX_AGE, interval - INTERVAL)
         content = _list.dump_json(SummaryList(found, len(found) >= MAX_JOBS, interval))
-        return Document(content, "application/json")
+        return Document(content)
 
 
 async def read_summaries(database: Database) -> dict[str, JobSummary]:
