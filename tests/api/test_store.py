@@ -466,9 +466,7 @@ def test_logs_are_stored_beside_the_state_and_bounded(store: Store) -> None:
     job = store.job(job_id)
     assert "log 1" not in job.rendezvous_text
     logs = store.read(replicas.logs, job=job)
-    assert {rank: log.text for rank, log in logs.items()} == {
-        rank: f"log {rank}" for rank in range(40 - replicas.MAX_LOGS, 40)
-    }
+    assert logs == {(rank, f"agent-{rank}"): f"log {rank}" for rank in range(40 - replicas.MAX_LOGS, 40)}
 
 
 def test_an_unreadable_job_harms_itself_only(store: Store) -> None:

@@ -11,7 +11,6 @@ from adascale_api.data.job import skip_unreadable
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas, reports
 from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
-from adascale_api.data.store.replicas import Log
 from adascale_api.http.request_body import object_body
 from adascale_api.routes.allocation import MAX_WAIT
 from adascale_api.routes.common import (
@@ -31,7 +30,6 @@ from adascale_api.service.service import Service
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import InvalidJobError
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
-from adascale_core.messages.registration import Registration
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
 
 _STEP_TIME_SIZE = 150
@@ -205,17 +203,13 @@ def find_view(transaction: Transaction, job_id: str, service: Service) -> SizedV
     view = JobView(
         id=job.id,
         spec=job.spec,
-        version=job.version,
-        desired=state.desired,
-        active=state.active,
-        broken=state.broken,
-        complete=state.complete,
+        **vars(job.view),
         failures=state.failures,
         disruptions=state.disruptions,
         restarts_without_progress=state.restarts_without_progress,
         replicas=[
-            _replica_view(registration, logs.get(rank), ages.get(rank))
-            for rank, registration in sorted(state.replicas.items())
+            ReplicaView.of(replace(each, log=logs.get((rank, each.instance))), ages.get(rank))
+            for rank, each in sorted(state.replicas.items())
         ],
         latest=reports.latest_report(transaction, job),
         step_times=times,
@@ -223,11 +217,5 @@ def find_view(transaction: Transaction, job_id: str, service: Service) -> SizedV
         local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
         local_bsz_limit=state.local_bsz_limit,
     )
-    of_logs = sum(len(log.text) for log in logs.values())
+    of_logs = sum(map(len, logs.values()))
     return view, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(times)
-
-
-def _replica_view(registration: Registration, log: Log | None, age: float | None) -> ReplicaView:
-    if log is not None and log.instance == registration.instance:
-        registration = replace(registration, log=log.text)
-    return ReplicaView.of(registration, age)

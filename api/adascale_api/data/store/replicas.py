@@ -5,7 +5,7 @@ changed, so no clocks are compared.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Sql, Transaction, upsert
@@ -57,17 +57,10 @@ def expire(transaction: Transaction, job_id: str, instances: Mapping[int, str], 
     return apply(transaction, job, rendezvous.expire, indices=overdue)
 
 
-@dataclass(frozen=True)
-class Log:
-    """The log of a replica's agent."""
-
-    instance: str
-    text: str
-
-
-def logs(transaction: Transaction, job: StoredJob) -> dict[int, Log]:
-    """Return the logs of a job, by replica."""
-    return {row[0]: Log(*row[1:]) for row in transaction.all(_LOGS, key=job.key)}
+def logs(transaction: Transaction, job: StoredJob) -> dict[tuple[int, str], str]:
+    """Return the logs of a job, by replica and its agent."""
+    rows = transaction.all(_LOGS, key=job.key)
+    return {(replica, instance): log for replica, instance, log in rows}
 
 
 def add_heartbeats(transaction: Transaction, received: Received) -> None:
