@@ -227,11 +227,14 @@ def test_the_tables_of_the_release_before_are_migrated_after_a_copy_was_made(tmp
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
         client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
         client.post_gain("a", a_report(1))
+        client.post_gain("deleted", a_report(1))
         reported = client.get("/jobs/a/gain/history")["points"]
     with closing(sqlite3.connect(path)) as database:
         columns = database.execute("PRAGMA table_info(reports)").fetchall()
         for statement in TO_SCHEMA_13:
             database.execute(statement)
+        # As that release leaves a deleted job until its rows are removed.
+        database.execute("UPDATE jobs SET id = NULL WHERE id = 'default.deleted'")
         database.commit()
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
         assert client.get("/jobs/a/gain/history")["points"] == reported
@@ -240,9 +243,11 @@ def test_the_tables_of_the_release_before_are_migrated_after_a_copy_was_made(tmp
     with closing(sqlite3.connect(path)) as database:
         migrated = database.execute("PRAGMA table_info(reports)").fetchall()
         assert {column[1:4] for column in migrated} == {column[1:4] for column in columns}
+        assert database.execute("SELECT job_key, step FROM reports").fetchall() == [(1, 1), (1, 2)]
+        assert database.execute("SELECT id FROM jobs").fetchall() == [("default.a",)]
     with closing(sqlite3.connect(tmp_path / "service.db.schema-13")) as copy:
         assert copy.execute("SELECT version FROM adascale_schema").fetchall() == [(13,)]
-        assert copy.execute("SELECT count(*) FROM reports").fetchall() == [(1,)]
+        assert copy.execute("SELECT count(*) FROM reports").fetchall() == [(2,)]
 
 
 def test_tables_are_not_migrated_without_room_for_a_copy(disk: Path) -> None:

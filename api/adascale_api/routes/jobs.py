@@ -161,7 +161,9 @@ async def get_changes(
     found = service.log.since(since, limit)
 
     # The transaction begins after the changes, so it sees them.
-    changes = await service.database.read_long(read_views, found, since, service)
+    changes = (
+        await service.database.read_long(read_views, found, since, service) if found else ([], [], since)
+    )
     return answer(JobChanges(*changes), shows_all=shows_all)
 
 
