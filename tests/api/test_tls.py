@@ -277,13 +277,13 @@ class NotingLimits(ConnectionLimits):
         super().__init__()
         self.noted: list[int] = []
 
-    def unread(self, connection: Connection) -> None:
-        super().unread(connection)
-        self.noted.append(connection.unread_size)
+    def unread(self, connection: Connection, size: int) -> None:
+        super().unread(connection, size)
+        self.noted.append(self.answers.total)
 
     def read(self, connection: Connection) -> None:
         super().read(connection)
-        self.noted.append(connection.unread_size)
+        self.noted.append(self.answers.total)
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
