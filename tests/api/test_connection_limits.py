@@ -145,7 +145,7 @@ def test_the_oldest_of_the_data_that_take_most_are_closed() -> None:
     assert closed(*heads, *readers, *senders) == [True, *[False] * 7]
     readers[1].leave_unread(third)
     assert closed(*heads, *readers, *senders) == [True, *[False] * 3, True, *[False] * 3]
-    senders[1].send_body(third + third // 2)
+    senders[1].send_body(third)
     assert closed(*heads, *readers, *senders) == [True, *[False] * 3, True, False, True, False]
 
 
