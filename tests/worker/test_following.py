@@ -12,11 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from adascale_worker.state import following
 from adascale_worker.state.exchange import ReceiveMemory
 from adascale_worker.state.following import Followed, StateFollower, StateSource
 from adascale_worker.state.tree import flatten
 
 Optimizer = torch.optim.Optimizer
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send a parameter in each step, and wait for it as long as it takes on a busy machine."""
+    monkeypatch.setattr(following, "CHUNK", 1 << 10)
+    monkeypatch.setattr(following, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(following, "LEAST_WAIT", 60.0)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -32,10 +43,11 @@ class Program:
 
     def __init__(self, make: Callable[[Any], Optimizer], seed: int, *, width: int = 1100) -> None:
         torch.manual_seed(seed)
-        self.first, self.middle, self.last = nn.Linear(9, width), nn.Linear(width, width), nn.Linear(width, 3)
+        self.first, self.middle, self.last = nn.Linear(9, width), nn.Linear(width, width), nn.Linear(width, 1)
         self.model = nn.Sequential(self.first, nn.BatchNorm1d(width), nn.ReLU(), self.middle, self.last)
         self.frozen = nn.Linear(600, 600).requires_grad_(False)
         self.average = copy.deepcopy(self.middle.weight.detach())
+        self.order = torch.randperm(200_000)
         self.optimizer = make(list(self.model.parameters()))
         self.steps = 0
 
@@ -45,6 +57,7 @@ class Program:
             "frozen": self.frozen.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "average": self.average,
+            "order": self.order,
             "steps": self.steps,
         }
 
@@ -60,6 +73,7 @@ class Program:
             group["lr"] *= 0.97
         self.optimizer.step()
         self.average.lerp_(self.middle.weight.detach(), 0.1)
+        self.order = torch.randperm(len(self.order), generator=generator)
         self.steps += 1
 
 
@@ -77,13 +91,13 @@ def joined(
     follower = StateFollower(joiner.optimizer, ReceiveMemory())
     thread = threading.Thread(target=lambda: found.append(follower.follow(theirs, lambda: None)))
     thread.start()
-    sending = StateSource(source.optimizer, source.state(), [ours])
+    sending = StateSource(source.optimizer, source.state, [ours])
     for _ in range(steps):
         source.step()
         if sending.is_complete:
             break
         between()
-    sending.send_rest(source.state(), (3, source.steps, 8 * source.steps))
+    sending.send_rest(source.state, (3, source.steps, 8 * source.steps), lambda: None)
     sending.close()
     thread.join()
     theirs.close()
@@ -93,9 +107,8 @@ def joined(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_replica_that_follows_the_steps_of_another_has_its_state_bit_for_bit(
-    name: str, steps_before: int, monkeypatch: pytest.MonkeyPatch
+    name: str, steps_before: int
 ) -> None:
-    monkeypatch.setattr("adascale_worker.state.following.CHUNK", 1 << 10)
     source, joiner = Program(OPTIMIZERS[name], 1), Program(OPTIMIZERS[name], 2)
     for _ in range(steps_before):
         source.step()
@@ -114,10 +127,9 @@ def test_a_replica_that_follows_the_steps_of_another_has_its_state_bit_for_bit(
 
 
 def test_a_replica_that_differs_waits_for_the_whole_state(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The program limits weights beside the steps of its optimizer."""
-    monkeypatch.setattr("adascale_worker.state.following.CHUNK", 1 << 10)
     source, joiner = Program(OPTIMIZERS["Adam"], 1), Program(OPTIMIZERS["Adam"], 2)
 
     def limit() -> None:
@@ -128,11 +140,10 @@ def test_a_replica_that_differs_waits_for_the_whole_state(
     assert "beside optimizer.step()" in capsys.readouterr().out
 
 
-def test_training_continues_if_the_one_that_joins_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adascale_worker.state.following.CHUNK", 1 << 10)
+def test_training_continues_if_the_one_that_joins_is_lost() -> None:
     source, calm = Program(OPTIMIZERS["momentum"], 1), Program(OPTIMIZERS["momentum"], 1)
     ours, theirs = socket.socketpair()
-    sending = StateSource(source.optimizer, source.state(), [ours])
+    sending = StateSource(source.optimizer, source.state, [ours])
     source.step()
     theirs.close()
     for _ in range(5):
@@ -147,13 +158,30 @@ def test_training_continues_if_the_one_that_joins_is_lost(monkeypatch: pytest.Mo
 
 def test_steps_do_not_wait_for_a_slow_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads, as if the one that joins were frozen."""
-    monkeypatch.setattr("adascale_worker.state.following.LEAST_WAIT", 0.1)
-    monkeypatch.setattr("adascale_worker.state.following.MAX_WAIT", 0.0)
+    monkeypatch.setattr(following, "LEAST_WAIT", 0.1)
+    monkeypatch.setattr(following, "MAX_WAIT", 0.0)
     source = Program(OPTIMIZERS["momentum"], 1)
     ours, theirs = socket.socketpair()
-    sending = StateSource(source.optimizer, source.state(), [ours])
+    sending = StateSource(source.optimizer, source.state, [ours])
     for _ in range(3):
         source.step()
     assert "too slow" in sending.problem
     sending.close()
     theirs.close()
+
+
+def test_a_checksum_differs_for_other_bytes_and_another_order() -> None:
+    tensor = torch.arange(5000)
+    sums = [following.checksum(each) for each in (tensor, tensor.flip(0), tensor.roll(1024), tensor + 1)]
+    assert len(set(sums)) == len(sums)
+    moved = torch.cat([torch.zeros(4, dtype=torch.uint8), tensor.view(torch.uint8)])[4:]
+    assert following.checksum(moved) == following.checksum(tensor.view(torch.uint8))
+
+
+def test_a_replica_that_has_received_a_part_keeps_no_moments_of_it() -> None:
+    source, joiner = Program(OPTIMIZERS["Adam"], 1), Program(OPTIMIZERS["Adam"], 2)
+    source.step()
+    sending, followed = joined(source, joiner, steps=1)
+    assert not sending.is_complete
+    assert followed is None
+    assert not joiner.optimizer.state

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from adascale_core.failures import EXIT_REENTRY
 from support.examples import examples
 from support.launch import PROGRAMS
 from support.members import REPLACED_CODES, Members, Trainer
@@ -316,10 +317,32 @@ def test_a_state_that_has_arrived_in_part_replaces_nothing(make_members: Callabl
     assert job.finish() == expected
 
 
+@pytest.mark.slow
+def test_training_never_begins_with_weights_that_were_received_in_part(
+    make_members: Callable[..., Members],
+) -> None:
+    options = {"EPOCHS": 1, "WIDTH": 50_000, "STEP_SECONDS": 0.1}
+    calm = make_members("calm", **options)
+    calm.activate(calm.start(3)[2:])
+    expected = calm.finish()
+
+    job = make_members("killed", PROGRAM=DIES_WHILE_SENDING, DIES=0, WHILE="piece", **options)
+    holder, joiner = job.start(2)
+    job.activate([holder])
+    job.activate([holder, joiner], wait=False)
+    job.wait(lambda: holder.code == -signal.SIGKILL, "the only member with the state is killed")
+    job.wait_holding([joiner])
+    job.activate([joiner], wait=False)
+    job.wait(lambda: joiner.code == EXIT_REENTRY, "its process ends")
+    job.activate(job.start())
+    assert job.finish() == expected
+
+
 def test_replicas_that_join_get_the_state_while_the_others_train(
     make_members: Callable[..., Members],
 ) -> None:
-    job = make_members(BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.05, WIDTH=50_000, ADASCALE_JOINS_OTHERS=1)
+    options = {"EPOCHS": 30, "STEP_SECONDS": 0.05, "WIDTH": 50_000, "ADASCALE_JOINS_OTHERS": 1}
+    job = make_members(PROGRAM=DIES_WHILE_SENDING, DIES="nobody", BOUNDS=ELASTIC, **options)
     first, *others = job.start(3)
     job.train([first], 3)
     job.train([first, *others], 3)

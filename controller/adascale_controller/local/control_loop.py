@@ -304,7 +304,7 @@ class LocalControlLoop:
         limits = [*self._memory.limits(lambda: 0, now)]
         if state.replicas > self.limit.replicas:
             limited = plural(self.limit.replicas, "replica")
-            limits.append((self.limit.replicas, f"limited to {limited} by `adascale scale`"))
+            limits.append((self.limit.replicas, f"limited to {limited} by --replicas or `adascale scale`"))
         limit, reason = lowest(limits)
         return replace(state, deadline=self._memory.deadline, limit=limit, limit_reason=reason)
 

@@ -141,6 +141,9 @@ class Generations(Context):
                 if loaded is not None:
                     self.state.restore(loaded)
                     self.feed.begin_from_checkpoint()
+                elif self.state.is_mixed:
+                    # Nobody has the state any more, of which this replica had received a part.
+                    self.exit(EXIT_REENTRY)
             except AdaScaleError as error:
                 failure = described_error(error, SHARED_ERRORS)
             failure = next((each for each in group.own.exchange(failure) if each is not None), None)

@@ -57,8 +57,8 @@ class Following(Protocol):
     def begin(self, connections: Sequence[socket.socket]) -> None:
         """Send the state from the next step on."""
 
-    def end(self) -> None:
-        """Send the rest between two steps, if all but the rest was sent; otherwise nothing any more."""
+    def finish(self, check: Callable[[], None]) -> None:
+        """Send the rest between two steps, if all but the rest was sent. `check` may raise an error."""
 
     def stop(self) -> None:
         """Send nothing any more."""
@@ -165,25 +165,26 @@ class Membership:
         now = time.monotonic()
         self._pending_since = now if self._pending_since is None else self._pending_since
         links, following = self._next_links, self._state.following
-        if links is None or following is None or links.assignment.rank > 0:
+        if following is None:
             return True
-        if self._sends_to is links:
+        if links is not None and self._sends_to is links:
             return following.is_sent
         following.stop()
         self._sends_to = None
+        if links is None or links.assignment.rank > 0:
+            return True
         members = links.assignment.members
         joining = [rank for rank, member in enumerate(members) if member.instance not in self._instances]
         if not joining or any(links.has_arrived(rank) for rank in joining):
             return True
         if not all(rank in links.followers for rank in joining):
             return now - self._pending_since > MAX_CONNECTION_TIME
-        try:
-            connections = links.connect_to_followers()
-        except OSError:
-            return True
         self._sends_to = links
-        following.begin(connections)
-        return False
+        try:
+            following.begin(links.connect_to_followers())
+        except OSError as error:
+            print(f"adascale: replicas that join wait for the state: {error}", flush=True)
+        return following.is_sent
 
     @property
     def newest_generation(self) -> int:
@@ -334,8 +335,8 @@ class Membership:
         self._left.clear()
         self._links = links
         if (following := self._state.following) is not None:
-            if links is not None and links is self._sends_to:
-                following.end()
+            if links is not None and links is self._sends_to and not links.broken:
+                following.finish(lambda: self._require_undisturbed(links))
             following.stop()
             if links is not None and assignment.rank > 0 and self._state.number is None:
                 self._receive_state(links, following)
@@ -436,6 +437,8 @@ class Membership:
     def close(self) -> None:
         """Send `leave` to the other members."""
         self._group.observe(None, None)
+        if self._state.following is not None:
+            self._state.following.stop()
         self._close_earlier_links()
         for links in (self._links, self._next_links):
             if links is not None:
@@ -451,10 +454,12 @@ class Membership:
 
 def _has_sent(connection: socket.socket, proof: bytes) -> bool:
     """Whether the other end of a new connection proves that it knows the secret of the job."""
-    connection.settimeout(1.0)
-    received = b""
+    deadline, received = time.monotonic() + 1.0, b""
     try:
-        while len(received) < len(proof) and (part := connection.recv(len(proof) - len(received))):
+        while len(received) < len(proof) and (seconds := deadline - time.monotonic()) > 0:
+            connection.settimeout(seconds)
+            if not (part := connection.recv(len(proof) - len(received))):
+                break
             received += part
     except OSError:
         return False

@@ -266,12 +266,14 @@ class MembershipLinks:
 
     def connect_to_followers(self) -> list[socket.socket]:
         """On rank 0: return a connection to each member that waits for the state."""
-        connections = []
-        for rank, (port, challenge) in self.followers.items():
-            member = self.assignment.members[rank]
-            connection = socket.create_connection((member.address, port), timeout=1.0)
-            connection.sendall(self._mac("state", challenge, rank, package_version()).encode())
-            connections.append(connection)
+        with contextlib.ExitStack() as opened:
+            connections = []
+            for rank, (port, challenge) in self.followers.items():
+                address = self.assignment.members[rank].address
+                connection = opened.enter_context(socket.create_connection((address, port), timeout=1.0))
+                connection.sendall(self._mac("state", challenge, rank, package_version()).encode())
+                connections.append(connection)
+            opened.pop_all()
         return connections
 
     def has_arrived(self, rank: int) -> bool:

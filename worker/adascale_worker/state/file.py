@@ -199,7 +199,7 @@ class Snapshot:
         return self._spec
 
     @property
-    def bytes(self) -> int:
+    def data_bytes(self) -> int:
         """The length of its tensors together."""
         return data_bytes(self._layouts)
 

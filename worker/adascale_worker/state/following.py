@@ -13,6 +13,7 @@ others, the checksums differ. Then, and when the connection is lost, the others 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import struct
 import threading
@@ -32,16 +33,25 @@ from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.state.exchange import CHUNK, SMALL, ReceiveMemory, bytes_of
 from adascale_worker.state.file import Snapshot, data_bytes, offsets_of
 from adascale_worker.state.shards import PREVIOUS_GRADIENT
-from adascale_worker.state.tree import TensorIndex, Tree, flatten, layout_of, layouts, unflatten
+from adascale_worker.state.tree import TensorIndex, Tree, flatten, layout_of, layouts, memory_of, unflatten
 
 TIMEOUT: Final = 10.0
-"""Seconds for which a replica that joins may receive nothing while it is sent a part."""
+"""Seconds for which a replica that joins may take nothing of what it is sent."""
 POLL: Final = 0.1
-"""Seconds after which a replica that joins looks for news of the others."""
+"""Seconds after which a wait looks for news of the others."""
+SHARE_OF_STEP: Final = 0.9
+"""The share of the time of a step in which its message is to be sent."""
+LARGEST_PIECE: Final = 512 << 20
+"""Bytes of a piece, unless one parameter has more."""
+LEAST_SHARE: Final = 0.02
+"""Of the state in a piece, so that a join does not last for ever."""
 LEAST_WAIT: Final = 1.0
 """Seconds that the steps may wait together for what is sent, at least..."""
 MAX_WAIT: Final = 0.5
 """...and as a share of the time to send the state. After that the state is sent as a whole."""
+
+WORD, ROW = 8, 8192
+"""Bytes of a word, and of a row of words, of a checksum."""
 
 _LENGTH = struct.Struct("<Q")
 Key = tuple[str | int, ...]
@@ -84,6 +94,8 @@ class StateFollowing:
         self._source: StateSource | None = None
         self.received: Followed | None = None
         """What this replica has received, until it is a member."""
+        self.has_received = False
+        """Whether weights and optimizer may have parts of another replica's state."""
 
     @property
     def is_sent(self) -> bool:
@@ -92,13 +104,13 @@ class StateFollowing:
 
     def begin(self, connections: Sequence[socket.socket]) -> None:
         """Send the state from the next step on."""
-        self._source = StateSource(self._optimizer.optimizer, self._state.state_dict(), connections)
+        self._source = StateSource(self._optimizer.optimizer, self._state.state_dict, connections)
 
-    def end(self) -> None:
-        """Send the rest between two steps, if all but the rest was sent; otherwise nothing any more."""
+    def finish(self, check: Callable[[], None]) -> None:
+        """Send the rest between two steps, if all but the rest was sent. `check` may raise an error."""
         if self._source is not None and (number := self._state.number) is not None:
             self._optimizer.discard_comparison()
-            self._source.send_rest(self._state.state_dict(), number)
+            self._source.send_rest(self._state.state_dict, number, check)
         self.stop()
 
     def stop(self) -> None:
@@ -111,9 +123,11 @@ class StateFollowing:
 
     def receive(self, connection: socket.socket, check: Callable[[], None]) -> None:
         """Receive the state of another replica. `check` may raise an error meanwhile."""
-        self.received = StateFollower(self._optimizer.optimizer, self._state.receive_memory).follow(
-            connection, check
-        )
+        follower = StateFollower(self._optimizer.optimizer, self._state.receive_memory)
+        try:
+            self.received = follower.follow(connection, check)
+        finally:
+            self.has_received = self.has_received or follower.count > 0
 
     def take(self) -> Followed | None:
         """Return what this replica has received, once."""
@@ -130,7 +144,10 @@ class _Tensors:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+        self.groups = [group for group, _ in places]
+        """The group of each parameter."""
+        self.parameters = [parameter for _, parameter in places]
 
     def large(self, number: int) -> Iterator[tuple[Key, Tensor]]:
         """Yield a parameter, and the tensors of its size."""
@@ -150,7 +167,10 @@ class StateSource:
     """Sends the state to replicas that join, in hooks of the optimizer's step, and in a thread."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, state: Tree, connections: Sequence[socket.socket]
+        self,
+        optimizer: torch.optim.Optimizer,
+        make_state: Callable[[], Tree],
+        connections: Sequence[socket.socket],
     ) -> None:
         self._tensors = _Tensors(optimizer)
         self._connections = connections
@@ -159,7 +179,7 @@ class StateSource:
         self._others: dict[str, Tensor] = {}
         """Large tensors that are no parameters, by name: those that are frozen, or averages of weights."""
         self._waiting: deque[str] = deque()
-        self._checksums: dict[str, int] = {}
+        self._checksums: dict[str, str] = {}
         """Those of the other tensors, as they were sent."""
         self._step, self._pieces = Snapshot(), Snapshot()
         self._idle = threading.Event()
@@ -173,7 +193,7 @@ class StateSource:
         self.problem = ""
         """Why the state has to be sent as a whole; empty while it has not."""
         self._hooks: list[RemovableHandle] = []
-        self._attempt(lambda: self._begin(state))
+        self._attempt(lambda: self._begin(make_state()))
 
     def _begin(self, state: Tree) -> None:
         for connection in self._connections:
@@ -191,10 +211,12 @@ class StateSource:
         """Whether only a small rest remains to be sent, or the whole state has to be sent."""
         return bool(self.problem) or (self._sent == len(self._tensors.parameters) and not self._waiting)
 
-    def send_rest(self, state: Tree, number: StateNumber) -> None:
+    def send_rest(
+        self, make_state: Callable[[], Tree], number: StateNumber, check: Callable[[], None]
+    ) -> None:
         """Send the rest between two steps, if all but the rest was sent."""
         if self.is_complete:
-            self._attempt(lambda: self._send_rest(state, number))
+            self._attempt(lambda: self._send_rest(make_state(), number, check))
 
     def close(self) -> None:
         """Send nothing any more."""
@@ -237,6 +259,12 @@ class StateSource:
     def _bandwidth(self) -> float:
         return self._sent_bytes / self._sending_time if self._sending_time else float("inf")
 
+    def _wait_for_rest(self, check: Callable[[], None]) -> None:
+        while not self._idle.wait(POLL):
+            check()
+        if self.problem:
+            raise OSError(self.problem)
+
     def _before_step(self) -> None:
         limit = max(MAX_WAIT * self._total_bytes / self._bandwidth, LEAST_WAIT)
         self._wait(max(limit - self._waited, 0.0))
@@ -257,7 +285,9 @@ class StateSource:
         now = time.monotonic()
         budget = float(CHUNK)
         if self._stepped_at is not None and self._sending_time:
-            budget = max(budget, self._bandwidth * (now - self._stepped_at) / 2 - self._step.bytes)
+            seconds = SHARE_OF_STEP * (now - self._stepped_at)
+            budget = min(max(budget, self._bandwidth * seconds - self._step.data_bytes), LARGEST_PIECE)
+        budget = max(budget, LEAST_SHARE * self._total_bytes)
         self._stepped_at = now
         parameters, others, size = [], {}, 0
         while self._sent < len(self._tensors.parameters) and (not size or size < budget):
@@ -273,7 +303,7 @@ class StateSource:
         self._pieces.copy({"parameters": parameters, "others": others})
         self._hand_over(self._step, self._pieces)
 
-    def _send_rest(self, state: Tree, number: StateNumber) -> None:
+    def _send_rest(self, state: Tree, number: StateNumber, check: Callable[[], None]) -> None:
         spec, tensors = flatten(state)
         places = {
             _address(tensor): key
@@ -289,7 +319,7 @@ class StateSource:
         checksums = [
             [*key, checksum(each)] for n in range(self._sent) for key, each in self._tensors.large(n)
         ]
-        self._wait(TIMEOUT)
+        self._wait_for_rest(check)
         rest = {
             "spec": spec,
             "known": {index: list(key) for index, key in known.items()},
@@ -299,7 +329,7 @@ class StateSource:
         }
         self._pieces.copy(rest)
         self._hand_over(self._pieces)
-        self._wait(TIMEOUT)
+        self._wait_for_rest(check)
 
     def _hand_over(self, *snapshots: Snapshot) -> None:
         self._idle.clear()
@@ -316,7 +346,7 @@ class StateSource:
                     connection.sendall(_LENGTH.pack(len(snapshot.spec)) + snapshot.spec)
                     for part in snapshot.parts(CHUNK):
                         connection.sendall(part)
-                self._sent_bytes += snapshot.bytes
+                self._sent_bytes += snapshot.data_bytes
             self._sending_time += time.monotonic() - begun
         except (OSError, RuntimeError) as error:
             self.problem = self.problem or f"{type(error).__name__}: {error}"
@@ -330,8 +360,8 @@ class StateFollower:
     def __init__(self, optimizer: torch.optim.Optimizer, memory: ReceiveMemory) -> None:
         self._tensors = _Tensors(optimizer)
         self._memory = memory
-        self._received = 0
-        """Parameters that this replica has, the first ones."""
+        self.count = 0
+        """Parameters that this replica has received, the first ones."""
         self._others: dict[str, Tensor] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -341,22 +371,27 @@ class StateFollower:
         `check` is called again and again, and may raise an error.
         """
         connection.settimeout(POLL)
+        followed = None
         try:
-            while True:
+            while followed is None:
                 message = self._receive(connection, check)
                 if "number" in message:
-                    return self._complete(message)
-                if "groups" in message:
+                    followed = self._complete(message)
+                elif "groups" in message:
                     self._step(**message)
                 else:
                     self._keep(**message)
         except (_LostError, OSError):
-            return None
+            pass  # The other one says why, if it can.
         except (RuntimeError, ValueError, LookupError, TypeError, AdaScaleError) as error:
             print(
                 f"adascale: the state cannot be received during the steps of the others: {error}", flush=True
             )
-            return None
+        finally:
+            if followed is None:
+                # The whole state needs this memory.
+                self._tensors.optimizer.state.clear()
+        return followed
 
     def _receive(self, connection: socket.socket, check: Callable[[], None]) -> Any:
         """Return a message, whose tensors are in the buffer."""
@@ -399,9 +434,9 @@ class StateFollower:
     def _keep(self, parameters: list[tuple[Tensor, dict[str, Any]]], others: dict[str, Tensor]) -> None:
         """Keep what follows the steps from now on."""
         for value, kept in parameters:
-            self._tensors.parameters[self._received].copy_(value)
-            self._set_values(self._received, kept)
-            self._received += 1
+            self._tensors.parameters[self.count].copy_(value)
+            self._set_values(self.count, kept)
+            self.count += 1
         self._others.update({name: self._kept(value) for name, value in others.items()})
 
     def _kept(self, value: Tensor) -> Tensor:
@@ -412,22 +447,23 @@ class StateFollower:
 
     def _set_values(self, number: int, kept: dict[str, Any]) -> None:
         parameter = self._tensors.parameters[number]
-        group = next(each for each in self._tensors.optimizer.param_groups if _has(each, parameter))
-        on_device = group.get("capturable") or group.get("fused")
+        group = self._tensors.groups[number]
+        counts_on_device = group.get("capturable") or group.get("fused")
         state = self._tensors.optimizer.state[parameter]
         for name, value in kept.items():
             before = state.get(name)
             if isinstance(before, Tensor) and isinstance(value, Tensor):
                 before.copy_(value)
             elif isinstance(value, Tensor):
-                follows = _is_large(value) or on_device
-                state[name] = self._kept(value).to(parameter.device if follows else "cpu")
+                # As torch decides when it loads a state.
+                is_beside = name != "step" or counts_on_device
+                state[name] = self._kept(value).to(parameter.device if is_beside else "cpu")
             else:
                 state[name] = value
 
-    def _complete(self, rest: Any) -> Followed | None:
+    def _complete(self, rest: Any) -> Followed:
         """Return the state, if what this replica has is equal to what the other one has."""
-        own = {key: tensor for n in range(self._received) for key, tensor in self._tensors.large(n)}
+        own = {key: tensor for n in range(self.count) for key, tensor in self._tensors.large(n)}
         expected = {tuple(key): total for *key, total in rest["checksums"]}
         if differing := [key for key in expected if key not in own or checksum(own[key]) != expected[key]]:
             raise ValueError(
@@ -449,13 +485,20 @@ class StateFollower:
         return Followed((generation, step, consumed), unflatten(rest["spec"], tensors))
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return a number that is the same for the same bytes, and another one if any of its elements changes."""
+def checksum(tensor: Tensor) -> str:
+    """Return what is the same for the same bytes, and differs for others, also in another order.
+
+    Of tables of words, the sums of rows and of columns are hashed.
+    """
     content = bytes_of(flatten(tensor)[1][0])
-    whole = content.numel() // 8 * 8
-    words = content[:whole]
-    total = words.view(torch.int64).sum() if words.data_ptr() % 8 == 0 else words.to(torch.int64).sum()
-    return int(total + content[whole:].to(torch.int64).sum())
+    if content.data_ptr() % WORD:
+        content = content.clone()
+    table = content[: content.numel() // ROW * ROW].view(torch.int64).view(-1, ROW // WORD)
+    parts = [table.sum(0), table.sum(1), content[table.numel() * WORD :]]
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(memory_of(part))
+    return digest.hexdigest()
 
 
 def _large_tensors(state: Tree, own: _Tensors) -> Iterator[tuple[str, Tensor]]:
@@ -473,17 +516,14 @@ def _is_large(value: object) -> bool:
     return isinstance(value, Tensor) and value.numel() > 1
 
 
-def _has(group: dict[str, Any], parameter: Tensor) -> bool:
-    return any(each is parameter for each in group["params"])
-
-
 def _address(tensor: Tensor) -> tuple[int, int, torch.dtype]:
     return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
 def _on_device_of(before: Any, value: Any) -> Any:
-    both = isinstance(before, Tensor) and isinstance(value, Tensor)
-    return value.to(before.device, copy=True) if both else value
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(before.device if isinstance(before, Tensor) else value.device, copy=True)
 
 
 def _read(connection: socket.socket, memory: memoryview, check: Callable[[], None]) -> None:

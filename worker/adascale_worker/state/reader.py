@@ -114,10 +114,9 @@ class _Regrouping:
             division = self._saved.division_of(path) if self._saved is not None else mine
             if division is None or layout.shape != division.part_shape(division.extent(0, count)):
                 continue
-            if self._own is not None and mine == division:
-                extent = division.extent(self._own.process, self._own.count)
-            else:
-                extent = division.whole
+            extent = division.whole
+            if self._own is not None and mine is not None and mine.is_along(division):
+                extent = mine.extent(self._own.process, self._own.count)
             before = found.get(number)
             if before is not None and before[1:] != (division, extent):
                 extent = division.whole

@@ -44,6 +44,10 @@ class Division:
         """The extent of the whole tensor."""
         return 0, self.shape[self.dimension]
 
+    def is_along(self, other: Division) -> bool:
+        """Whether pieces of both are of the same tensor and dimension."""
+        return (self.dimension, self.shape) == (other.dimension, other.shape)
+
     def pieces(self, count: int) -> int:
         """Return the number of pieces that `count` processes have."""
         return max(count // self.copies, 1)

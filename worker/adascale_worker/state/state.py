@@ -119,6 +119,11 @@ class State:
             return self.generation, self._progress.step, self._progress.consumed
         return self.generation, before["progress"]["step"], before["progress"]["consumed"]
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the program's weights may be neither its initial ones nor those of a state."""
+        return self.generation is None and self.following is not None and self.following.has_received
+
     # -- contents -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> Tree:
