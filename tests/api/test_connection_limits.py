@@ -51,6 +51,12 @@ def closed(*connections: Connection) -> list[bool]:
     return [connection.is_closed for connection in connections]
 
 
+def closed_count(limits: ConnectionLimits) -> float | None:
+    registry = CollectorRegistry()
+    registry.register(limits.closed)
+    return registry.get_sample_value("adascale_connections_closed_total")
+
+
 def test_a_client_with_many_connections_does_not_take_those_of_others() -> None:
     limits = ConnectionLimits(max_connections=10)
     agents = [Connection(limits, f"10.0.0.{number}") for number in range(5)]
@@ -149,6 +155,16 @@ def test_the_oldest_of_the_data_that_take_most_are_closed() -> None:
     assert closed(*heads, *readers, *senders) == [True, *[False] * 3, True, False, True, False]
 
 
+def test_a_connection_that_keeps_several_kinds_of_data_is_closed_once() -> None:
+    limits = ConnectionLimits()
+    both, other = Connection(limits), Connection(limits)
+    both.send_head(1)
+    both.leave_unread(MAX_DATA - 1)
+    other.send_head(2)
+    assert closed(both, other) == [True, False]
+    assert closed_count(limits) == 1
+
+
 @pytest.mark.parametrize(("seconds", "kind"), [(REQUEST_TIMEOUT, "request"), (RESPONSE_TIMEOUT, "answer")])
 def test_overdue_connections_are_closed(seconds: float, kind: str) -> None:
     clock = Clock(0.0)
@@ -163,9 +179,7 @@ def test_overdue_connections_are_closed(seconds: float, kind: str) -> None:
     clock.now = seconds
     asyncio.run(limits.close_overdue())
     assert connection.is_closed
-    registry = CollectorRegistry()
-    registry.register(limits.closed)
-    assert registry.get_sample_value("adascale_connections_closed_total") == 1
+    assert closed_count(limits) == 1
 
 
 def test_a_request_that_begins_late_does_not_delay_the_end_of_others() -> None:

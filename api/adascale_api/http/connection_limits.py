@@ -5,7 +5,7 @@ in memory. Connections whose requests wait for an answer take half as much memor
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
@@ -45,6 +45,14 @@ class KeptData:
     total: int = 0
     sizes: OrderedDict[Connection, int] = field(default_factory=OrderedDict)
 
+    def note(self, connection: Connection, size: int) -> None:
+        """Note the bytes that a connection keeps now."""
+        self.total += size - self.sizes.get(connection, 0)
+        if size:
+            self.sizes[connection] = size
+        else:
+            self.sizes.pop(connection, None)
+
 
 class ConnectionLimits:
     """The connections of a server, and which of them are closed, so that no client takes those of others.
@@ -64,7 +72,7 @@ class ConnectionLimits:
         self._max_open = max_connections if max_open is None else max_open
         self._request_timeout = request_timeout
         self._clock = clock
-        self._clients: dict[str, _Client] = {}
+        self._clients: defaultdict[str, _Client] = defaultdict(_Client)
         self._open = 0
         self._waiting: set[Connection] = set()
         # By the time of insertion, so the first one is the oldest.
@@ -85,7 +93,7 @@ class ConnectionLimits:
         """Forget a connection."""
         self._forget(connection)
         for data in self._kept:
-            self.keep(data, connection, 0)
+            data.note(connection, 0)
         self._incomplete.pop(connection, None)
         self._unread.pop(connection, None)
         self._waiting.discard(connection)
@@ -112,16 +120,12 @@ class ConnectionLimits:
             self._note(connection, is_incomplete=False)
 
     def keep(self, data: KeptData, connection: Connection, size: int) -> None:
-        """Count the bytes that a connection keeps now, and close connections until all keep few enough."""
+        """Count the bytes that a connection keeps now, and close connections if more do not have room."""
         before = data.sizes.get(connection, 0)
         if size == before:
             return
-        data.total += size - before
-        if size:
-            data.sizes[connection] = size
-        else:
-            del data.sizes[connection]
-        while sum(kept.total for kept in self._kept) > MAX_DATA:
+        data.note(connection, size)
+        while size > before and sum(kept.total for kept in self._kept) > MAX_DATA:
             largest = max(self._kept, key=attrgetter("total"))
             self._close(next(iter(largest.sizes)))
 
@@ -169,19 +173,15 @@ class ConnectionLimits:
 
     def _note(self, connection: Connection, *, is_incomplete: bool) -> None:
         """Note what a connection does, which may be new; it becomes the last of its client to be closed."""
-        self._forget(connection)
-        client = self._clients.setdefault(connection.address, _Client())
+        client = self._clients[connection.address]
+        self._open += 1 - client.forget(connection)
         (client.incomplete if is_incomplete else client.others)[connection] = None
-        self._open += 1
 
     def _forget(self, connection: Connection) -> None:
         client = self._clients.get(connection.address)
         if client is None:
             return
-        self._open -= len(client)
-        client.incomplete.pop(connection, None)
-        client.others.pop(connection, None)
-        self._open += len(client)
+        self._open -= client.forget(connection)
         if not len(client):
             del self._clients[connection.address]
 
@@ -197,3 +197,10 @@ class _Client:
 
     def __len__(self) -> int:
         return len(self.incomplete) + len(self.others)
+
+    def forget(self, connection: Connection) -> int:
+        """Forget a connection, and return how many were forgotten: 0 if it was before."""
+        before = len(self)
+        self.incomplete.pop(connection, None)
+        self.others.pop(connection, None)
+        return before - len(self)
