@@ -102,7 +102,6 @@ def create_app(
         app.include_router(routes.router)
     for router in (allocation.decision_router, jobs.changes_router):
         app.include_router(router)
-    app.mount("/page", page.FILES)
     return app
 
 
@@ -114,7 +113,6 @@ def create_runs_app(services: RunServices) -> ASGIApp:
     decisions = allocation.decision_router
     for router in (page.router, gain.router, decisions, jobs.router, logs.router):
         app.include_router(router)
-    app.mount("/page", page.FILES)
     return RunPaths(app, services)
 
 

@@ -74,7 +74,15 @@ def test_an_unchanged_file_is_not_sent_again(client: Client) -> None:
     assert (again.status, again.body) == (304, "")
 
 
-@pytest.mark.parametrize("path", ["/page/nothing.js", "/page/..%2Fcli.py", "/page/__init__.py", "/page/"])
+def test_requests_of_files_are_measured_as_one_route(client: Client) -> None:
+    client.call("GET", "/page/chart.js")
+    counted = 'adascale_request_duration_seconds_count{method="GET",route="/page/{name}",status="200"}'
+    assert counted in client.call("GET", "/metrics").body
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/nothing.js", "/page/..%2Fcli.py", "/page/__init__.py", "/page/", "/page"]
+)
 def test_no_other_file_is_served(client: Client, path: str) -> None:
     assert client.call("GET", path).status == 404
 

@@ -48,13 +48,19 @@ class _PageFiles(StaticFiles):
         return response
 
 
-FILES = _PageFiles(packages=[("adascale_api", "page")])
+_FILES = _PageFiles(packages=[("adascale_api", "page")])
 
 
 @router.get("/", include_in_schema=False)
 async def get_page(request: Request) -> Response:
     """The page. It holds no data: it reads them as any other client does."""
-    return await FILES.get_response("index.html", request.scope)
+    return await get_page_file(request, "index.html")
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def get_page_file(request: Request, name: str) -> Response:
+    """A file of the page."""
+    return await _FILES.get_response(name, request.scope)
 
 
 @router.get(
