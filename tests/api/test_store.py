@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adascale_api.data.database import Database
-from adascale_api.data.job import StoredJob, UnreadableJobError
-from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.database import Database, open_database
+from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
+from adascale_api.data.sql import Session, Sql, Transaction
 from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
@@ -396,6 +396,20 @@ def test_jobs_are_removed_some_time_after_their_last_change_and_report(store: St
     assert old(changed_at + 500, 0.0) == {finished}
     assert old(changed_at + 1500, 0.0) == {finished, reporting}
     assert old(0.0, changed_at + 500) == {unfinished}
+
+
+def test_a_transaction_within_the_handling_of_an_error_is_undone_at_its_end(tmp_path: Path) -> None:
+    connector = open_database(f"sqlite:///{tmp_path / 'service.db'}")
+    session = Session(connector, JobCache(), writes=True)
+    try:
+        raise connector.error
+    except connector.error:
+        with session.transaction() as transaction:
+            jobs.declare(transaction, "a.b", JobSpec(8), 0.0)
+    with session.transaction() as transaction, pytest.raises(JobNotFoundError):
+        jobs.find_job(transaction, "a.b")
+    session.close()
+    connector.close()
 
 
 # -- transitions ----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ They use the SQL that both databases have.
 """
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -103,9 +102,12 @@ class Session:
             connector.begin(self._connection, writes=self._writes)
             try:
                 yield Transaction(connector, self._connection, self._cache)
-            finally:
-                if not isinstance(sys.exception(), connector.error):
-                    self._connection.rollback()
+            except connector.error:
+                raise
+            except BaseException:
+                self._connection.rollback()
+                raise
+            self._connection.rollback()
         except connector.error:
             self.close()
             raise
