@@ -21,7 +21,7 @@ from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.tables import OF_A_JOB
-from adascale_api.service.service import JobRetention, remove_old_jobs
+from adascale_api.service.service import JobRetention, delete_in_pieces, remove_old_jobs
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
@@ -370,6 +370,23 @@ def test_the_rows_of_a_job_are_deleted_with_it(store: Store) -> None:
         count_rows = Sql(f"SELECT count(*) FROM {table} WHERE job_key = :key")
         assert store.read(lambda transaction, query=count_rows: transaction.first(query, key=key)) == (0,)
     assert store.read(report_store.history, job=store.job(job_id), points=9).total == 1
+
+
+def test_the_reports_of_a_deleted_job_are_removed_in_several_commits(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "DELETED_REPORTS", 40)
+    job_id, other = new_job_id(), new_job_id()
+    store.post(job_id, [a_report(step) for step in range(100)])
+    store.post(other, [a_report(step) for step in range(100)])
+    assert not store.write(jobs.delete_job, job_id=job_id, now=1.0)
+    left = store.read(report_store.history, job=store.job(job_id), points=1000).points
+    assert left == [a_report(step) for step in range(40, 100)]
+    store.run(lambda database: delete_in_pieces(database, job_id, 1.0))
+    with pytest.raises(JobNotFoundError):
+        store.job(job_id)
+    assert store.post(job_id, [a_report(step) for step in range(100)]) == (100, 0)
+    assert len(store.read(report_store.history, job=store.job(other), points=1000).points) == 100
 
 
 def test_jobs_are_removed_some_time_after_their_last_change_and_report(store: Store) -> None:

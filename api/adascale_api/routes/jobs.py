@@ -26,7 +26,7 @@ from adascale_api.routes.common import (
     errors,
 )
 from adascale_api.service.changes import one_of
-from adascale_api.service.service import Service
+from adascale_api.service.service import Service, delete_in_pieces
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import InvalidJobError
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
@@ -112,7 +112,7 @@ async def put_job(
 )
 async def delete_job(service: ServiceOf, job: JobId) -> None:
     """Waiting requests for the job are answered with 404. A later report or registration creates it again."""
-    await service.database.write(jobs.delete_job, job_id=job, now=service.clock())
+    await delete_in_pieces(service.database, job, service.clock())
 
 
 @router.get(

@@ -201,12 +201,18 @@ async def repeat(task: Callable[[], Awaitable[None]], interval: float, *, at_onc
         await asyncio.sleep(interval)
 
 
+async def delete_in_pieces(database: Database, job_id: str, now: float) -> None:
+    """Delete a job, in as many commits as its reports need."""
+    while not await database.write(jobs.delete_job, job_id=job_id, now=now):
+        pass
+
+
 async def remove_old_jobs(database: Database, retention: JobRetention, now: float) -> None:
     """Delete the jobs that are older than the retention allows."""
     finished_before, unfinished_before = now - retention.finished, now - retention.unfinished
     for job_id in await database.read_long(jobs.old_jobs, finished_before, unfinished_before, MAX_REMOVED):
         try:
-            await database.write(jobs.delete_job, job_id=job_id, now=now)
+            await delete_in_pieces(database, job_id, now)
         except JobNotFoundError:
             continue
         logger.info("deleted job %s, which has not changed for long", job_id)

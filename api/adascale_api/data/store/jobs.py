@@ -21,6 +21,8 @@ from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import GenerationCause, GenerationView, downtime
 from adascale_core.views.usage import UsedReplicas
 
+DELETED_REPORTS = 1000
+"""Reports of a job that one commit removes, at most 5 MB: other writes wait for it."""
 MAX_PAGE = 512 * 1024
 """Bytes of the jobs that are read or answered together, unless a single job has more."""
 MAX_UNDECLARED = 200
@@ -146,18 +148,27 @@ def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now:
     return apply(transaction, job, rendezvous.allocate, allocation=allocation)
 
 
-def delete_job(transaction: Transaction, job_id: str, now: float) -> None:
-    """Delete a job and all its rows."""
-    job = transaction.jobs.pop(job_id, None)
+def delete_job(transaction: Transaction, job_id: str, now: float) -> bool:
+    """Delete a job and all its rows, and return whether it is deleted.
+
+    Of a job with many reports, only the earliest `DELETED_REPORTS` are removed.
+    """
     found = transaction.first(_LOCK, id=job_id)
     if found is None:
         raise JobNotFoundError(job_id)
-    key, version = found if job is None else (job.key, job.version)
+    key, version = found
+    removed = transaction.execute(_REMOVE_REPORTS, key=key, limit=DELETED_REPORTS)
+    if removed == DELETED_REPORTS:
+        transaction.execute(_KEEP_FEWER, key=key, removed=removed)
+        return False
+    job = transaction.jobs.pop(job_id, None)
+    version = version if job is None else job.version
     transaction.execute(_REMEMBER_VERSION, id=job_id, version=version, deleted_at=now)
     for statement in _DELETE:
         transaction.execute(statement, key=key)
     transaction.changed.discard(job_id)
     transaction.deleted.add(job_id)
+    return True
 
 
 def forget_versions(transaction: Transaction, before: float) -> None:
@@ -417,6 +428,14 @@ _OLD = Sql(
     """
 )
 _FORGET_VERSIONS = Sql("DELETE FROM deleted_jobs WHERE deleted_at < :before")
+_REMOVE_REPORTS = Sql(
+    """
+    DELETE FROM reports WHERE job_key = :key AND (generation, step) IN (
+        SELECT generation, step FROM reports WHERE job_key = :key ORDER BY generation, step LIMIT :limit
+    )
+    """
+)
+_KEEP_FEWER = Sql("UPDATE measurements SET kept = kept - :removed WHERE job_key = :key")
 _DELETE = [
     *(Sql(f"DELETE FROM {table} WHERE job_key = :key") for table in OF_A_JOB),
     Sql("DELETE FROM jobs WHERE key = :key"),
