@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from adascale_api.data.database import Database, open_database
 from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
-from adascale_api.data.sql import Session, Sql, Transaction
+from adascale_api.data.sql import Row, Session, Sql, Transaction
 from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.tables import OF_A_JOB
-from adascale_api.service.service import JobRetention, delete_in_pieces, remove_old_jobs
+from adascale_api.routes.jobs import JOBS_TOGETHER, read_views
+from adascale_api.service.service import JobRetention, Service, Settings, delete_in_pieces, remove_old_jobs
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
@@ -42,16 +43,16 @@ class Store:
     """A database, with one transaction per call."""
 
     def __init__(self, url: str) -> None:
-        self._database = Database(url)
+        self.database = Database(url)
 
     def read(self, query: Callable[..., T], **arguments: Any) -> T:
-        return asyncio.run(self._database.read(partial(query, **arguments)))
+        return asyncio.run(self.database.read(partial(query, **arguments)))
 
     def write(self, operation: Callable[..., T], **arguments: Any) -> T:
-        return asyncio.run(self._database.write(partial(operation, **arguments)))
+        return asyncio.run(self.database.write(partial(operation, **arguments)))
 
     def run(self, use: Callable[[Database], Coroutine[Any, Any, None]]) -> None:
-        asyncio.run(use(self._database))
+        asyncio.run(use(self.database))
 
     def post(self, job_id: str, new: list[GainReport]) -> tuple[int, int]:
         """Store reports, and return how many were stored and repeated."""
@@ -62,7 +63,7 @@ class Store:
         return self.read(jobs.find_job, job_id=job_id)
 
     def close(self) -> None:
-        asyncio.run(self._database.close())
+        asyncio.run(self.database.close())
 
 
 # For tests whose SQL or transactions could differ.
@@ -159,7 +160,7 @@ def test_reports_count_once_and_are_ordered_by_generation_and_step(
     expected = sorted(unique, key=lambda report: (report.generation, report.step))
     job = store.job(job_id)
     assert store.read(report_store.latest_report, job=job) == expected[-1]
-    latest = store.read(report_store.latest_rows, first="", last=job_id)[job_id]
+    latest = store.read(report_store.latest_rows, ids=[job_id])[job_id]
     assert report_store.parse_report(job_id, latest) == expected[-1]
     history = store.read(report_store.history, job=job, points=points)
     assert total == history.total == len(expected)
@@ -318,9 +319,11 @@ def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(sqlite_sto
 def test_the_cost_of_a_page_does_not_grow_with_the_number_of_jobs(sqlite_store: Store) -> None:
     queries: dict[str, Callable[[Transaction], object]] = {
         "list_jobs": partial(jobs.list_jobs, after="", limit=20),
-        "latest_rows": partial(report_store.latest_rows, first="", last="a.0019"),
         "list_ids": partial(jobs.list_ids, after="", limit=20),
+        "views": lambda transaction: read_views(transaction, page, "", service),
     }
+    page = [(f"a.{number:04}", "") for number in range(20)]
+    service = Service(sqlite_store.database, None, Settings())
 
     def store_jobs(transaction: Transaction, first: int, last: int) -> None:
         for number in range(first, last):
@@ -340,6 +343,31 @@ def test_the_cost_of_a_page_does_not_grow_with_the_number_of_jobs(sqlite_store: 
     sqlite_store.write(store_jobs, first=50, last=1000)
     for name, cost in sqlite_store.read(costs).items():
         assert cost <= with_few[name] * 1.5 + 10, name
+
+
+def test_step_times_and_reports_of_many_jobs_are_read_together(
+    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [f"a.{number}" for number in range(2 * JOBS_TOGETHER)]
+    for job_id in ids:
+        sqlite_store.post(job_id, [a_report()])
+    service = Service(sqlite_store.database, None, Settings())
+    queries = 0
+
+    def count_query(transaction: Transaction, statement: Sql, **parameters: Any) -> list[Row]:
+        nonlocal queries
+        queries += 1
+        return read_all(transaction, statement, **parameters)
+
+    read_all = Transaction.all
+    monkeypatch.setattr(Transaction, "all", count_query)
+    found = [(job_id, job_id) for job_id in [*ids, "a.missing"]]
+    views, missing, last = sqlite_store.read(read_views, found=found, position="", service=service)
+    assert [view.id for view in views] == ids
+    assert all(view.latest and view.step_times for view in views)
+    assert (missing, last) == (["a.missing"], "a.missing")
+    # The logs of a job may be large, and are read alone.
+    assert queries <= len(ids) + 3 * 3
 
 
 def test_the_cost_of_thinning_grows_with_the_number_of_reports_and_not_faster(sqlite_store: Store) -> None:
@@ -362,7 +390,7 @@ def test_the_rows_of_a_job_are_deleted_with_it(store: Store) -> None:
     key = store.job(job_id).key
     store.write(jobs.delete_job, job_id=job_id, now=1.0)
     assert job_id not in [job.id for job in store.read(jobs.list_jobs, after="", limit=1000).jobs]
-    assert job_id not in store.read(report_store.latest_rows, first="", last="z")
+    assert store.read(report_store.latest_rows, ids=[job_id]) == {}
     assert job_id not in [row[0] for row in store.read(report_store.latest_gauges)]
     again = store.post(job_id, [a_report(1)])
     assert again == (1, 0)

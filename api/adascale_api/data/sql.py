@@ -61,6 +61,11 @@ class Transaction:
         rows: list[Row] = cursor.fetchall()
         return rows
 
+    def all_of(self, query: str, ids: Sequence[str]) -> list[Row]:
+        """Return all rows of a query for some jobs, which has `{ids}` for the list of their ids."""
+        parameters = {f"id_{number}": job_id for number, job_id in enumerate(ids)}
+        return self.all(Sql(query.format(ids=", ".join(f":{name}" for name in parameters))), **parameters)
+
     def first(self, statement: Sql, **parameters: Any) -> Row | None:
         """Return the first row of a query; None if there is none."""
         cursor = self._connection.execute(self._connector.text(statement), parameters)

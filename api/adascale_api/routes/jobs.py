@@ -1,6 +1,6 @@
 """Jobs, which the controller declares and deletes, and their changes, for clients that follow them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -32,6 +32,8 @@ from adascale_core.errors import InvalidJobError
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
 
+JOBS_TOGETHER = 25
+"""Jobs whose latest reports and step times are read together."""
 _STEP_TIME_SIZE = 150
 """Bytes of a step time in an answer, approximately."""
 
@@ -70,7 +72,7 @@ async def get_jobs(
 async def get_job(service: ServiceOf, job: JobId, shows_all: MayReadAll) -> Response:
     """Returns the job's declaration, generations, replicas, latest report and measured step times. Logs and
     addresses are empty without a token that may read the job."""
-    view, _ = await service.database.read_long(find_view, job, service)
+    view = await service.database.read_long(find_view, job, service)
     return answer(view, shows_all=shows_all)
 
 
@@ -99,8 +101,7 @@ async def put_job(
     now = service.clock()
     if await service.database.write(jobs.declare, job_id=job, spec=spec, now=now):
         response.status_code = 201
-    view, _ = await service.database.read(find_view, job, service)
-    return view
+    return await service.database.read(find_view, job, service)
 
 
 @router.delete(
@@ -181,43 +182,62 @@ def read_views(
     views: list[JobView] = []
     missing: list[str] = []
     room = PageRoom()
-    for job_id, after in found:
-        with skip_unreadable():
-            try:
-                view, size = find_view(transaction, job_id, service)
-            except JobNotFoundError:
-                missing.append(job_id)
-            else:
-                if not room.takes(size):
-                    break
-                views.append(view)
-        position = after
+    for start in range(0, len(found), JOBS_TOGETHER):
+        together = found[start : start + JOBS_TOGETHER]
+        view_of = _views(transaction, [job_id for job_id, _ in together], service)
+        for job_id, after in together:
+            with skip_unreadable():
+                try:
+                    view, size = view_of(job_id)
+                except JobNotFoundError:
+                    missing.append(job_id)
+                else:
+                    if not room.takes(size):
+                        return views, missing, position
+                    views.append(view)
+            position = after
     return views, missing, position
 
 
-def find_view(transaction: Transaction, job_id: str, service: Service) -> SizedView:
+def find_view(transaction: Transaction, job_id: str, service: Service) -> JobView:
     """Return the view of a job; errors as for `jobs.find_job`."""
-    job = jobs.find_job(transaction, job_id)
-    state = job.rendezvous
-    ages = service.heartbeats.ages(job.id)
-    logs = replicas.logs(transaction, job)
-    times = reports.step_times(transaction, job)
-    view = JobView(
-        id=job.id,
-        spec=job.spec,
-        **vars(job.view),
-        failures=state.failures,
-        disruptions=state.disruptions,
-        restarts_without_progress=state.restarts_without_progress,
-        replicas=[
-            ReplicaView.of(replace(each, log=logs.get((rank, each.instance))), ages.get(rank))
-            for rank, each in sorted(state.replicas.items())
-        ],
-        latest=reports.latest_report(transaction, job),
-        step_times=times,
-        created_at=job.created_at,
-        local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
-        local_bsz_limit=state.local_bsz_limit,
-    )
-    of_logs = sum(map(len, logs.values()))
-    return view, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(times)
+    view, _ = _views(transaction, [job_id], service)(job_id)
+    return view
+
+
+def _views(transaction: Transaction, ids: Sequence[str], service: Service) -> Callable[[str], SizedView]:
+    """Read what is small of some jobs, and return a function that returns the view of one of them by its id.
+
+    Logs and states may be large, and are read by that function.
+    """
+    find = jobs.find_jobs(transaction, ids)
+    latest = reports.latest_rows(transaction, ids)
+    step_times = reports.step_time_rows(transaction, ids)
+
+    def view(job_id: str) -> SizedView:
+        job = find(job_id)
+        state = job.rendezvous
+        ages = service.heartbeats.ages(job_id)
+        logs = replicas.logs(transaction, job)
+        times = reports.parse_step_times(job_id, step_times.get(job_id, []))
+        found = JobView(
+            id=job_id,
+            spec=job.spec,
+            **vars(job.view),
+            failures=state.failures,
+            disruptions=state.disruptions,
+            restarts_without_progress=state.restarts_without_progress,
+            replicas=[
+                ReplicaView.of(replace(each, log=logs.get((rank, each.instance))), ages.get(rank))
+                for rank, each in sorted(state.replicas.items())
+            ],
+            latest=reports.parse_report(job_id, latest.get(job_id)),
+            step_times=times,
+            created_at=job.created_at,
+            local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
+            local_bsz_limit=state.local_bsz_limit,
+        )
+        of_logs = sum(map(len, logs.values()))
+        return found, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(times)
+
+    return view

@@ -89,7 +89,7 @@ def _read_page(transaction: Transaction, after: str) -> tuple[dict[str, JobSumma
     page = jobs.list_jobs(transaction, after, PAGE_SIZE)
     if not page.jobs:
         return {}, page.next
-    latest = reports.latest_rows(transaction, page.jobs[0].id, page.jobs[-1].id)
+    latest = reports.latest_rows(transaction, [job.id for job in page.jobs])
     summaries = {}
     for job in page.jobs:
         with skip_unreadable():

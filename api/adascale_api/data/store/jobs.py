@@ -1,7 +1,7 @@
 """Jobs: their declaration, the state of their rendezvous, their generations, and the last decision."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,10 +89,19 @@ class JobPage:
 
 def find_job(transaction: Transaction, job_id: str) -> StoredJob:
     """Return a job."""
-    found = transaction.first(_FIND, id=job_id)
-    if found is None:
-        raise JobNotFoundError(job_id)
-    return _load(transaction, job_id, *found)
+    return find_jobs(transaction, [job_id])(job_id)
+
+
+def find_jobs(transaction: Transaction, ids: Sequence[str]) -> Callable[[str], StoredJob]:
+    """Find jobs, and return a function that returns one of them by its id."""
+    found = {job_id: (key, version) for job_id, key, version in transaction.all_of(_FIND, ids)}
+
+    def load(job_id: str) -> StoredJob:
+        if job_id not in found:
+            raise JobNotFoundError(job_id)
+        return _load(transaction, job_id, *found[job_id])
+
+    return load
 
 
 def list_ids(transaction: Transaction, after: str, limit: int) -> list[str]:
@@ -378,7 +387,7 @@ def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | No
 
 
 _LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")
-_FIND = Sql("SELECT key, version FROM jobs WHERE id = :id")
+_FIND = "SELECT id, key, version FROM jobs WHERE id IN ({ids})"
 _LOCK = Sql("SELECT key, version FROM jobs WHERE id = :id", lock=True)
 _PAGE = Sql("SELECT id, key, version FROM jobs WHERE id > :after ORDER BY id LIMIT :limit")
 _INCOMPLETE_PAGE = Sql(

@@ -115,15 +115,15 @@ def post(
 
 def latest_report(transaction: Transaction, job: StoredJob) -> GainReport | None:
     """Return the report of the highest generation and, in it, of the highest step."""
-    return parse_report(job.id, latest_rows(transaction, job.id, job.id).get(job.id))
+    return parse_report(job.id, latest_rows(transaction, [job.id]).get(job.id))
 
 
-def latest_rows(transaction: Transaction, first: str, last: str) -> dict[str, Row]:
-    """Return the latest reports of the jobs that have one, by job id, of the ids from `first` to `last`.
+def latest_rows(transaction: Transaction, ids: Sequence[str]) -> dict[str, Row]:
+    """Return the latest reports of those of the jobs that have one, by job id.
 
     They are for `parse_report`, so that a report that can't be read harms its own job only.
     """
-    return {row[0]: row[1:] for row in transaction.all(_LATEST, first=first, last=last)}
+    return {row[0]: row[1:] for row in transaction.all_of(_LATEST, ids)}
 
 
 def latest_gauges(transaction: Transaction) -> list[tuple[str, list[float]]]:
@@ -155,10 +155,22 @@ def history(transaction: Transaction, job: StoredJob, points: int) -> HistoryVie
 
 def step_times(transaction: Transaction, job: StoredJob) -> list[StepTime]:
     """Return the step time of each batch plan, number of nodes and accelerator: the median of the latest."""
-    rows = transaction.all(_STEP_TIMES, key=job.key)
-    # The last column is the number of reports received since. None came after the plan of the newest report.
+    return parse_step_times(job.id, step_time_rows(transaction, [job.id]).get(job.id, []))
+
+
+def step_time_rows(transaction: Transaction, ids: Sequence[str]) -> dict[str, list[Row]]:
+    """Return the step times of jobs, by job id, for `parse_step_times`."""
+    found: dict[str, list[Row]] = {}
+    for row in transaction.all_of(_STEP_TIMES, ids):
+        found.setdefault(row[0], []).append(row[1:])
+    return found
+
+
+def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
+    """Return the step times in rows, of which the last column is the number of reports received since."""
+    # The plan of the newest report is the one that none came after.
     present = max((row[0] for row in rows if row[-1] == 0), default=None)
-    with reading(job.id):
+    with reading(job_id):
         return [_step_time(present, *row) for row in rows]
 
 
@@ -316,7 +328,7 @@ _ALL_LATEST = Sql(
     ORDER BY jobs.id
     """
 )
-_LATEST = Sql(f"SELECT jobs.id, {_OF_REPORT} {_FROM_LATEST} WHERE jobs.id BETWEEN :first AND :last")
+_LATEST = f"SELECT jobs.id, {_OF_REPORT} {_FROM_LATEST} WHERE jobs.id IN ({{ids}})"
 _SPREAD = Sql(
     f"""
     SELECT {_COLUMNS} FROM (
@@ -328,13 +340,12 @@ _SPREAD = Sql(
     ORDER BY generation, step
     """
 )
-_STEP_TIMES = Sql(
-    f"""
-    SELECT {_PLAN_COLUMNS}, seconds, sync_seconds, measurements.received - step_times.received
-    FROM step_times JOIN measurements ON measurements.job_key = step_times.job_key
-    WHERE step_times.job_key = :key ORDER BY {_PLAN_COLUMNS}
+_STEP_TIMES = f"""
+    SELECT jobs.id, {_PLAN_COLUMNS}, seconds, sync_seconds, measurements.received - step_times.received
+    FROM jobs JOIN step_times ON step_times.job_key = jobs.key
+    JOIN measurements ON measurements.job_key = jobs.key
+    WHERE jobs.id IN ({{ids}}) ORDER BY jobs.id, {_PLAN_COLUMNS}
     """
-)
 _STEP_TIMES_OF_PLAN = Sql(
     f"""
     SELECT seconds, sync_seconds FROM step_times WHERE job_key = :key
