@@ -120,7 +120,7 @@ class Database:
     async def read_long(self, query: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `read`, for a query that may take long: it delays no others."""
         if self._long.waiting >= MAX_WAITING_READS:
-            raise UnavailableError("too many large requests at the same time; try again")
+            raise UnavailableError("too many costly reads at the same time; try again")
         return await self._read(self._long, lambda transaction: query(transaction, *args, **kwargs))
 
     async def _read(self, readers: "_Readers", query: Callable[[Transaction], T]) -> T:
