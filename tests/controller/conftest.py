@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from adascale_client import MetricsServiceClient
-from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.schema import Opportunistic
 from adascale_core import names
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
@@ -31,15 +30,8 @@ class ClusterWithPriorities(FakeCluster):
     """A cluster with PriorityClasses."""
 
     def __init__(self, decided: DecidedCount) -> None:
-        super().__init__(admit=self._admit)
+        super().__init__(priorities={None: 100, "spot": -10})
         self.decided = decided
-        self.priorities = {None: 100, "spot": -10}
-
-    def _admit(self, pod: Object) -> Object:
-        name = pod["spec"].get("priorityClassName")
-        if name not in self.priorities:
-            raise ApiServerError("rejected", 403, f"no PriorityClass with name {name} was found")
-        return {**pod, "spec": pod["spec"] | {"priority": self.priorities[name]}}
 
     @property
     def sizes(self) -> tuple[int, int]:

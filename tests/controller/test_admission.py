@@ -16,7 +16,7 @@ from adascale_controller.operator.runtime.lookup_fetcher import AdmissionReader
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, Resource, merged
 from support.fake_api_server import FakeApiServer
 from support.fake_cluster import FakeCluster
-from support.observed_jobs import NOW, ON_CPU, actions_for, condition, job, training_job
+from support.observed_jobs import NOW, ON_CPU, actions_for, condition, job, pod, training_job
 
 TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
 TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
@@ -116,6 +116,23 @@ def refuse_dry_runs(pod: Object) -> Object:
     if "generateName" in pod["metadata"]:
         raise ApiServerError("bad request", 400, "admission webhook x does not support dry run")
     return tolerate(pod)
+
+
+def test_without_dry_runs_the_priority_is_not_that_of_an_extra_pod() -> None:
+    cluster = FakeCluster(admit=refuse_dry_runs)
+    cluster.objects[Resource.PODS] = {f"digits-{rank}": {"spec": {"priority": rank}} for rank in range(2)}
+    resource = job(template=ON_CPU)
+    reader = AdmissionReader(cluster, lambda _: None)
+    cached = ObservedJob(resource, [pod(1, is_extra=True, namespace="team"), pod(0)], frozenset())
+
+    async def ask() -> None:
+        await reader.ask(cached, NOW, asyncio.Semaphore())
+
+    asyncio.run(ask())
+    admission = reader.admission(resource)
+    assert admission is not None
+    assert admission.spec is not None
+    assert admission.spec["priority"] == 0
 
 
 def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_raised() -> None:

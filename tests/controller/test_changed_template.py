@@ -17,6 +17,7 @@ from controller.conftest import DecidedCount
 from support.fake_cluster import FakeCluster
 
 Object = dict[str, Any]
+CHANGED = "spec.template or spec.stepTimeoutSeconds has changed: 1 pod left to replace, one by one"
 
 
 def trained() -> FakeCluster:
@@ -79,7 +80,7 @@ def test_each_new_pod_joins_before_an_old_one_leaves(several: FakeCluster, spec:
     assert not before & set(cluster.uids)
     # Each pod that leaves is a loss, and the spare takes its place at once.
     assert set(counts) == {3}
-    left = "Training on 3 replicas; 1 pod of the template before is left, replaced one by one"
+    left = f"Training on 3 replicas; {CHANGED}"
     assert left in messages
     assert cluster.status["failures"] == 0
     assert running(cluster)[:2] == ("True", "Training")
@@ -207,8 +208,7 @@ def test_training_continues_while_the_new_image_can_not_be_pulled() -> None:
     status, reason, message = running(cluster)
     assert (status, reason) == ("True", "ImagePullFailed")
     assert message == (
-        "Training on 1 replica; 1 pod of the template before is left, replaced one by one: container worker, "
-        "image trainer:2: ErrImagePull: not found"
+        f"Training on 1 replica; {CHANGED}: container worker, image trainer:2: ErrImagePull: not found"
     )
     # The typo is corrected.
     edit(cluster, 3)

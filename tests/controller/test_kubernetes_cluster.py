@@ -179,7 +179,7 @@ def test_the_operator_has_the_rights_for_its_calls_and_no_others() -> None:
             for plural in ("pods", "persistentvolumeclaims", "secrets", "leases"):
                 await cluster.get(plural, "team", "a")
                 await cluster.create(plural, named)
-            assert await cluster.create_pod_group(named)
+            assert await cluster.create("podgroups", named)
             for plural in ("secrets", "leases"):
                 await cluster.replace(plural, named)
 

@@ -67,7 +67,7 @@ def test_an_edited_step_timeout_reaches_the_replicas_in_new_pods(
     cluster.run_cycles(20)
     assert _step_timeout(cluster) == after
     changed = next(event for event in cluster.events if event.reason == "TemplateChanged")
-    assert changed.message.endswith("1 pod of the template before is left, replaced one by one")
+    assert changed.message.endswith("has changed: 1 pod left to replace, one by one")
     cluster.run_cycles(5)
     assert cluster.writes == []
 

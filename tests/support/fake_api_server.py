@@ -40,8 +40,10 @@ class FakeApiServer(KubernetesCluster):
     """What admission makes of a pod; it may raise an `ApiServerError`."""
     spec: Object = field(default_factory=dict)
     """Fields of the spec of each AdaScaleJob that is submitted."""
-    pod_groups: dict[str, int] | None = None
-    """The PodGroups, with how many pods each places at least; None if it serves none."""
+    priorities: dict[str | None, int] = field(default_factory=dict)
+    """The values of PriorityClasses by name, and None for the default one; if empty, no priority is set."""
+    pod_groups: dict[str, Object] | None = None
+    """The specs of PodGroups; None if it serves none."""
     now: float = 1_800_000_000.0
     version: int = 100
     writes: list[str] = field(default_factory=list)
@@ -179,7 +181,16 @@ class FakeApiServer(KubernetesCluster):
         return Resource.NODES in self.objects
 
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
-        return self.admit(deepcopy(dict(manifest)))
+        return self._with_priority(self.admit(deepcopy(dict(manifest))))
+
+    def _with_priority(self, raw: ApiObject) -> Object:
+        """Return a pod or a PodGroup with the value of its PriorityClass."""
+        name = raw["spec"].get("priorityClassName")
+        if not self.priorities:
+            return dict(raw)
+        if name not in self.priorities:
+            raise ApiServerError("rejected", 403, f"no PriorityClass with name {name} was found")
+        return {**raw, "spec": {**raw["spec"], "priority": self.priorities[name]}}
 
     async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
         """Return an object. There is each claim."""
@@ -214,9 +225,10 @@ class FakeApiServer(KubernetesCluster):
         if groups is None:
             raise ApiServerError("the server could not find the requested resource", 404)
         self.before_write(f"create PodGroup {name}")
-        is_new = name not in groups
-        groups[name] = manifest["spec"]["schedulingPolicy"]["gang"]["minCount"]
-        return manifest if is_new else None
+        if name in groups:
+            return None
+        groups[name] = self._with_priority(manifest)["spec"]
+        return manifest
 
     async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
         """Create a pod of a replica. No second one of a rank may be there."""
@@ -224,7 +236,8 @@ class FakeApiServer(KubernetesCluster):
         self.before_write(f"create pod {name}")
         if name in self.objects[Resource.PODS]:
             return None
-        pod = self.admit({**deepcopy(dict(manifest)), "status": {"phase": "Pending"}})
+        admitted = self._with_priority(self.admit(deepcopy(dict(manifest))))
+        pod = {**admitted, "status": {"phase": "Pending"}}
         place = owner_of(pod), rank_of(pod)
         others = [raw for raw in self.live_pods if (owner_of(raw), rank_of(raw)) == place]
         assert not others, f"rank {place[1]} has a pod: {others[0]['metadata']['name']}"

@@ -6,7 +6,7 @@ A test chooses what happens between any two calls of the operator, and whether t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,32 +145,47 @@ class FakeCluster(FakeApiServer):
         return {raw["spec"]["nodeName"] for raw in self.live_pods if "nodeName" in raw["spec"]}
 
     def schedule_pods(self) -> None:
-        """Assign pending pods to a node while it has free slots, and start them.
+        """Assign pending pods to nodes with free slots, a gang as a whole or not at all, and start them.
 
         Pods prefer the nodes where their job has other pods, as their affinity says.
         """
+        waiting: dict[str, list[Object]] = {}
         for raw in self.live_pods:
-            if "nodeName" in raw["spec"] or raw["spec"].get("schedulingGates") or not self._has_gang(raw):
+            if "nodeName" not in raw["spec"] and not raw["spec"].get("schedulingGates"):
+                waiting.setdefault(gang_of(raw) or raw["metadata"]["name"], []).append(raw)
+        for pods in waiting.values():
+            if not self._may_be_placed(pods):
                 continue
-            nodes = ["node1"]
-            if self.types:
-                own = self.nodes_of_pods()
-                accepting = eligible_nodes(raw["spec"], self.objects[Resource.NODES].values())
-                nodes = sorted(accepting, key=lambda name: (name not in own, name))
-            node = next((name for name in nodes if self._used_slots(name) < self.node_slots), None)
-            if node is not None:
-                self._start_pod(raw, node)
-            elif not raw["status"].get("conditions"):
-                status = {"phase": "Pending", "conditions": [UNSCHEDULABLE]}
-                self.write(Resource.PODS, {**raw, "status": status})
+            nodes: list[str | None] = []
+            for raw in pods:
+                nodes.append(self._free_node(raw, nodes))
+            for raw, node in zip(pods, nodes, strict=True):
+                if node is not None and None not in nodes:
+                    self._start_pod(raw, node)
+                elif not raw["status"].get("conditions"):
+                    status = {"phase": "Pending", "conditions": [UNSCHEDULABLE]}
+                    self.write(Resource.PODS, {**raw, "status": status})
 
-    def _has_gang(self, raw: Object) -> bool:
-        """Whether as many pods of the PodGroup of a pod are there as are placed together."""
-        group = raw["spec"].get("schedulingGroup")
-        if group is None or self.pod_groups is None:
+    def _may_be_placed(self, pods: Sequence[Object]) -> bool:
+        """Whether pods are alone, or their gang has enough members, all of its priority."""
+        gang = gang_of(pods[0])
+        if gang is None:
             return True
-        members = [each for each in self.live_pods if each["spec"].get("schedulingGroup") == group]
-        return len(members) >= self.pod_groups[group["podGroupName"]]
+        assert self.pod_groups is not None
+        group = self.pod_groups[gang]
+        members = [raw for raw in self.live_pods if gang_of(raw) == gang]
+        enough = len(members) >= group["schedulingPolicy"]["gang"]["minCount"]
+        return enough and all(raw["spec"].get("priority") == group.get("priority") for raw in members)
+
+    def _free_node(self, raw: Object, taken: Sequence[str | None]) -> str | None:
+        """Return a node with a free slot for a pod, beside those that others are about to take."""
+        nodes = ["node1"]
+        if self.types:
+            own = {*self.nodes_of_pods(), *taken}
+            accepting = eligible_nodes(raw["spec"], self.objects[Resource.NODES].values())
+            nodes = sorted(accepting, key=lambda name: (name not in own, name))
+        used = {name: self._used_slots(name) + taken.count(name) for name in nodes}
+        return next((name for name in nodes if used[name] < self.node_slots), None)
 
     def _used_slots(self, node: str) -> int:
         pods = self.objects[Resource.PODS].values()
@@ -297,3 +312,9 @@ class FakeCluster(FakeApiServer):
             self.deliver()
             self.cycle()
             self.deliver()
+
+
+def gang_of(raw: Object) -> str | None:
+    """Return the name of the PodGroup of a pod."""
+    name: str | None = (raw["spec"].get("schedulingGroup") or {}).get("podGroupName")
+    return name

@@ -60,6 +60,7 @@ class Applier:
     before_pods: BeforePods | None = None
     jobs: int = 0  # the number of all jobs
     _status_written_at: dict[str, float] = field(default_factory=dict)
+    _refused_gangs: set[tuple[str, int]] = field(default_factory=set)  # namespaces and statuses
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
@@ -164,10 +165,9 @@ class Applier:
                 applied.claim_created = True
         if self.before_pods is not None:
             await self.before_pods(job.namespace)
-        if left[0].group_size and not observed.is_queued:
-            group = pod_group_manifest(job, left[0].group_size, observed.digest, observed.pod_spec)
-            if not await self.cluster.create_pod_group(group):
-                left = [replace(pod, group_size=0) for pod in left]
+        gang = left[0].gang
+        if gang is not None and not await self._create_gang(observed, gang):
+            left = [replace(pod, gang=None) for pod in left]
         size = 1
         while left and applied.refused is None and applied.template_rejection is None:
             batch, left = left[:size], left[size:]
@@ -178,6 +178,21 @@ class Applier:
             unused = describe_unused_gpus(job.job.gpus, job.job.spec.processes_per_replica)
             if unused is not None:
                 await self._record_event(observed, Event("UnusedGPUs", unused, warning=True))
+
+    async def _create_gang(self, observed: ObservedJob, gang: str) -> bool:
+        """Create the PodGroup of a start. Returns whether it exists: the API server may refuse it."""
+        job = observed.resource
+        try:
+            await self.cluster.create("podgroups", pod_group_manifest(job, gang, observed.pod_spec))
+        except ApiServerError as error:
+            if error.status == 429 or not 400 <= error.status < 500:
+                raise
+            refusal = job.namespace, error.status
+            if refusal not in self._refused_gangs:
+                self._refused_gangs.add(refusal)
+                logger.info("%s: its pods are placed alone: %s", job.id, error)
+            return False
+        return True
 
     async def _create_pod(self, observed: ObservedJob, pod: NewPod, applied: Applied) -> None:
         manifest = pod_manifest(observed.resource, pod, single_node=observed.single_node)

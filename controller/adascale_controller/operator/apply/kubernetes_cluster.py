@@ -180,19 +180,6 @@ class KubernetesCluster:
         path = _path(plural, manifest["metadata"]["namespace"])
         return await self._object({409}, "POST", path, query, manifest)
 
-    async def create_pod_group(self, manifest: ApiObject) -> bool:
-        """Create a PodGroup. Returns whether it exists.
-
-        It does not where the API server does not serve PodGroups, or the operator may not create them.
-        """
-        try:
-            await self.create("podgroups", manifest)
-        except ApiServerError as error:
-            if error.status not in {403, 404}:
-                raise
-            return False
-        return True
-
     async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
         """Replace an object and return it. None if it has another version than the manifest, or is gone."""
         path = _path(plural, manifest["metadata"]["namespace"], manifest["metadata"]["name"])

@@ -431,14 +431,13 @@ def pod_manifest(job: AdaScaleJob, pod: NewPod, *, single_node: bool = False) ->
     metadata, added = template["metadata"], _metadata(job, f"{job.name}-{pod.rank}-{pod.attempt}")
     queue, digest = job.queue_of(extra=pod.extra), template_digest(job, single_node=single_node)
     queueing = job.queueing if queue is not None and not pod.extra else Queueing()
-    queued_group = pod.group_size if queue is not None else 0
     template["spec"].pop("schedulingGroup", None)  # one of the template would wait for the pods of another
-    if pod.group_size and queue is None:
-        template["spec"]["schedulingGroup"] = {"podGroupName": job.gang_name(pod.group_size, digest)}
+    if pod.gang is not None:
+        template["spec"]["schedulingGroup"] = {"podGroupName": pod.gang}
     labels = {
         **queueing.labels,
         **({QUEUE_NAME: queue} if queue is not None else {}),
-        **({POD_GROUP: job.group_name} if queued_group else {}),
+        **({POD_GROUP: job.group_name} if pod.group_size else {}),
         names.LABEL_JOB_UID: job.uid,
         names.LABEL_REPLICA: str(pod.rank),
         names.LABEL_ATTEMPT: str(pod.attempt),
@@ -446,7 +445,7 @@ def pod_manifest(job: AdaScaleJob, pod: NewPod, *, single_node: bool = False) ->
     }
     annotations = {
         **queueing.annotations,
-        **({POD_GROUP_SIZE: str(queued_group)} if queued_group else {}),
+        **({POD_GROUP_SIZE: str(pod.group_size)} if pod.group_size else {}),
         names.ANNOTATION_TEMPLATE: digest,
         **({names.ANNOTATION_ACCELERATOR: pod.accelerator} if pod.accelerator is not None else {}),
     }
@@ -459,13 +458,13 @@ def pod_manifest(job: AdaScaleJob, pod: NewPod, *, single_node: bool = False) ->
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-def pod_group_manifest(job: AdaScaleJob, size: int, digest: str, pod_spec: ApiObject) -> Manifest:
+def pod_group_manifest(job: AdaScaleJob, gang: str, pod_spec: ApiObject) -> Manifest:
     """Return the PodGroup by which the scheduler of Kubernetes places pods together, of their priority."""
-    spec: Manifest = {"schedulingPolicy": {"gang": {"minCount": size}}}
+    spec: Manifest = {"schedulingPolicy": {"gang": {"minCount": job.valid_job.core_replicas}}}
     return {
         "apiVersion": POD_GROUP_VERSION,
         "kind": "PodGroup",
-        "metadata": _metadata(job, job.gang_name(size, digest)),
+        "metadata": _metadata(job, gang),
         "spec": spec | only(pod_spec, ["priorityClassName"]),
     }
 

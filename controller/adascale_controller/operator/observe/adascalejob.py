@@ -97,14 +97,6 @@ class AdaScaleJob:
         """The name of the group of pods that Kueue admits together; the uid tells jobs of one name apart."""
         return f"{self.name}-{self.uid[-4:]}"
 
-    def gang_name(self, size: int, digest: str) -> str:
-        """Return the name of the PodGroup of pods that the scheduler of Kubernetes places together.
-
-        The scheduler places no pod in a PodGroup of another priority, and no fewer than its number. So each
-        template and size has its own.
-        """
-        return f"{self.group_name}-{size}-{digest[:8]}"
-
     def queue_of(self, *, extra: bool) -> str | None:
         """Return the LocalQueue of its pods, or of its extra pods. None if they are in none."""
         settings = self.valid_job.opportunistic
@@ -159,7 +151,12 @@ def _digest(job: AdaScaleJob, *, single_node: bool) -> str:
         "stepTimeout": step_timeout,
         "opportunistic": [*opportunistic.model_dump().values()] if opportunistic is not None else None,
     }
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dict)
+    return digest_of(parts)
+
+
+def digest_of(value: object) -> str:
+    """Return a digest of a value of JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

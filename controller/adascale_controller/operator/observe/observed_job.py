@@ -16,11 +16,12 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.adascalejob import (
     AdaScaleJob,
     ParsedSpec,
+    digest_of,
     parse_spec,
     template_digest,
 )
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, with_start_problem
-from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.kubernetes import ApiObject, only
 from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_controller.schema import DEFAULT_ACCESS_MODE
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
@@ -52,6 +53,7 @@ REGISTRATION_TIMEOUT = MAX_INTERVAL
 
 
 _UNKNOWN = JobView.empty()
+_PRIORITY_FIELDS = ("priority", "priorityClassName", "preemptionPolicy")
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,19 @@ class ObservedJob:
         return max((pod.group_size for pod in present), default=0) or smallest
 
     @property
+    def gang(self) -> str | None:
+        """The name of the PodGroup of its smallest count; None while the priority of its pods is not known.
+
+        The scheduler of Kubernetes places no pod in a PodGroup of another priority, and no fewer than its
+        number. So each template, priority and size has its own.
+        """
+        job, spec = self.resource.job, self.admission.spec
+        if job is None or spec is None:
+            return None
+        digest = digest_of([self.digest, only(spec, _PRIORITY_FIELDS)])
+        return f"{self.resource.group_name}-{job.core_replicas}-{digest[:8]}"
+
+    @property
     def live_pods(self) -> dict[int, Pod]:
         """The pods that have not ended and are not being deleted, by rank."""
         return {pod.rank: pod for pod in self.pods if pod.exit is None and pod.deletion_deadline is None}
@@ -184,15 +199,16 @@ class ObservedJob:
 
     @property
     def outdated_pods(self) -> list[Pod]:
-        """The live pods of another template or priority, or that wait in a gang of another size, by rank."""
-        live, core, job = self.live_pods, self.core, self.resource.job
-        gang = self.resource.gang_name(job.core_replicas, self.digest) if job is not None else None
+        """The live pods of another template or priority, or that wait in another or broken gang, by rank."""
+        live, core, gang, job = self.live_pods, self.core, self.gang, self.resource.job
+        smallest = job.core_replicas if job is not None else 0
+        is_broken = any(rank < smallest and pod.gang is None for rank, pod in live.items())
         return [
             pod
             for rank, pod in sorted(live.items())
             if pod.template not in (None, self.digest)
             or pod.is_extra is not (core is not None and rank >= core)
-            or (pod.awaits_gang and pod.gang != gang)
+            or (pod.awaits_gang and (is_broken or pod.gang != (gang or pod.gang)))
         ]
 
     @property

@@ -180,17 +180,23 @@ def _stopped(observed: ObservedJob) -> _Finding | None:
     return _changed(observed) or _missing_claim(observed) or _held(observed)
 
 
+def changed_parts(observed: ObservedJob) -> str:
+    """Return what may have changed since outdated pods were created."""
+    if observed.core is not None or any(pod.is_extra or pod.awaits_gang for pod in observed.pods):
+        return (
+            "spec.template, spec.stepTimeoutSeconds, spec.opportunistic, the smallest count or the PodGroup"
+        )
+    return "spec.template or spec.stepTimeoutSeconds"
+
+
 def _changed(observed: ObservedJob) -> _Finding | None:
     """Return that the pods are those of another template, or in another queue."""
-    what = "spec.template or spec.stepTimeoutSeconds"
-    if observed.core is not None or any(pod.is_extra or pod.awaits_gang for pod in observed.pods):
-        what = "spec.template, spec.stepTimeoutSeconds, spec.opportunistic or the smallest count"
     if observed.outdated_pods:
         if not _is_one_by_one(observed):
             return (
                 JobPhase.STOPPING,
                 Reason.TEMPLATE_CHANGED,
-                f"{what} has changed: saving state, then replacing all pods",
+                f"{changed_parts(observed)} has changed: saving state, then replacing all pods",
             )
     elif any(
         pod.queue != observed.resource.queue_of(extra=pod.is_extra) for pod in observed.live_pods.values()

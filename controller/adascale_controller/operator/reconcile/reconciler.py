@@ -246,12 +246,13 @@ def _new_pods(
     for rank, attempt, due in _missing(observed, _pod_count(observed, assessment, allocation)):
         extra = core is not None and rank >= core
         if due <= observed.now:
-            queued = job.queue_of(extra=extra) is not None
+            queued, grouped = job.queue_of(extra=extra) is not None, rank < group and group > 1
             yield NewPod(
                 rank,
                 attempt,
                 extra=extra,
-                group_size=group if rank < group and group > 1 else 0,
+                group_size=group if grouped and queued else 0,
+                gang=observed.gang if grouped and not queued else None,
                 accelerator=accelerator,
                 scheduling=observed.flavor if queued else {},
             )

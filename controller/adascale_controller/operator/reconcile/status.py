@@ -21,7 +21,7 @@ from adascale_controller.job.phase import (
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, PodProblem
-from adascale_controller.operator.reconcile.job_phase import END_CONDITIONS
+from adascale_controller.operator.reconcile.job_phase import END_CONDITIONS, changed_parts
 from adascale_controller.operator.types.actions import Event, Schedule, Status
 from adascale_controller.operator.types.kubernetes import (
     ConditionType,
@@ -271,8 +271,8 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
         if reason is Reason.STALLED:
             return condition(True, reason, message)
         if outdated:
-            left, is_ = plural(len(outdated), "pod"), "is" if len(outdated) == 1 else "are"
-            message = f"{message}; {left} of the template before {is_} left, replaced one by one"
+            left = f"{plural(len(outdated), 'pod')} left to replace, one by one"
+            message = f"{message}; {changed_parts(observed)} has changed: {left}"
             ranks = allocation.indices if allocation is not None else range(0)
             problem = scheduled.start_problem(observed, ranks)
             if problem is None:

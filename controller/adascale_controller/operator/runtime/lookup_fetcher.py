@@ -14,8 +14,6 @@ dry runs are not possible, the pods that a job has show it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
 from collections import defaultdict
@@ -37,7 +35,7 @@ from typing import Any, Final
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, KubernetesCluster
 from adascale_controller.operator.apply.manifests import pod_manifest
-from adascale_controller.operator.observe.adascalejob import AdaScaleJob
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob, digest_of
 from adascale_controller.operator.observe.observed_job import (
     Admission,
     LookupResults,
@@ -129,10 +127,11 @@ class AdmissionReader:
             answer.waiting.add(job.key)
         return answer.admission
 
-    def due_at(self, job: AdaScaleJob) -> float:
+    def due_at(self, job: AdaScaleJob, *, awaits_gang: bool = False) -> float:
         """Return when to ask for a job, in seconds since 1970.
 
-        Often while a quota limits the job: it may be raised.
+        Often while a quota limits the job: it may be raised. And while pods wait in a gang: it may be one of
+        a priority that new pods no longer have.
         """
         answer = self._answers.get(self._key(job))
         if answer is None:
@@ -140,10 +139,10 @@ class AdmissionReader:
         if answer.is_running:
             return float("inf")
         known = answer.admission
-        has_failed = known is not None and (known.problem or known.extra_problem)
+        may_differ = awaits_gang or (known is not None and (known.problem or known.extra_problem))
         if _lacks_quota(job):
             return answer.asked_at + ADMISSION_QUOTA_INTERVAL
-        return answer.asked_at + (ADMISSION_RETRY_INTERVAL if has_failed else ADMISSION_INTERVAL)
+        return answer.asked_at + (ADMISSION_RETRY_INTERVAL if may_differ else ADMISSION_INTERVAL)
 
     def ask(self, cached: ObservedJob, now: float, limit: asyncio.Semaphore) -> Calls:
         """Ask the API server for a job. An earlier answer stays if it has none now."""
@@ -175,8 +174,8 @@ class AdmissionReader:
             pod = await self._cluster.admit_pod(_tried(cached.resource))
             return await self._with_extra_pods(cached.resource, Admission(_kept(pod["spec"])))
         except ApiServerError:
-            job, made = cached.resource, next(iter(cached.live_pods.values()), None)
-            found = await self._cluster.get("pods", job.namespace, made.name) if made is not None else None
+            made = next((pod for pod in cached.live_pods.values() if not pod.is_extra), None)
+            found = await self._cluster.get("pods", made.namespace, made.name) if made is not None else None
             if found is None:
                 raise
             return Admission(_kept(found["spec"]))
@@ -200,8 +199,7 @@ class AdmissionReader:
         if known is None or known[0] != job.generation:
             opportunistic = job.job.opportunistic if job.job is not None else None
             extra = [opportunistic.priority_class_name, job.valid_job.core_replicas] if opportunistic else []
-            text = json.dumps([job.namespace, job.template, extra], sort_keys=True, default=dict)
-            known = self._keys[job.uid] = job.generation, hashlib.sha256(text.encode()).hexdigest()
+            known = self._keys[job.uid] = job.generation, digest_of([job.namespace, job.template, extra])
         return known[1]
 
 
@@ -403,7 +401,8 @@ class LookupFetcher:
         resource = job.resource
         if _asks_admission(job):
             ask = partial(self._admissions.ask, job, now, self._limit)
-            yield "admission", self._admissions.due_at(resource), ask
+            awaits_gang = any(pod.awaits_gang for pod in job.pods)
+            yield "admission", self._admissions.due_at(resource, awaits_gang=awaits_gang), ask
         name = resource.claim_name if resource.job is not None else None
         if name is not None and "claim" not in lookups.running:
             due = _claim_due(resource, name, lookups)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +16,7 @@ from adascale_controller.formatting import plural
 from adascale_controller.job.failing_counts import FailingCounts
 from adascale_controller.job.placement_backoff import startable
 from adascale_controller.job.reasons import Reason
-from adascale_controller.operator.observe.adascalejob import AdaScaleJob
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob, digest_of
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, failed_pods, program_failures
 from adascale_controller.operator.schedule.nodes import TypedDemands, free_nodes, pod_request
@@ -147,9 +145,7 @@ def _program(job: AdaScaleJob) -> str:
     Gradients are estimated for a batch size, so that is a part of the key. Jobs of another namespace do not
     influence the decision.
     """
-    parts = [job.namespace, job.valid_job.spec.batch_size, job.template]
-    text = json.dumps(parts, sort_keys=True, default=dict)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_of([job.namespace, job.valid_job.spec.batch_size, job.template])
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class NewPod:
     attempt: int
     extra: bool = False  # whether it has the priority of extra pods
     group_size: int = 0  # the number of pods that are admitted together with it; 0 if it is admitted alone
+    gang: str | None = None  # the PodGroup of Kubernetes that it is placed with. None if it is placed alone.
     accelerator: str | None = None  # the type that it requires
     # `nodeSelector` and `tolerations` of the flavor that Kueue has chosen for the others
     scheduling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
