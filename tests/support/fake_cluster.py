@@ -175,7 +175,10 @@ class FakeCluster(FakeApiServer):
         group = self.pod_groups[gang]
         members = [raw for raw in self.live_pods if gang_of(raw) == gang]
         enough = len(members) >= group["schedulingPolicy"]["gang"]["minCount"]
-        return enough and all(raw["spec"].get("priority") == group.get("priority") for raw in members)
+        # Without a PriorityClass, a priority is 0.
+        return (
+            enough and len({each.get("priority", 0) for each in (group, *(r["spec"] for r in members))}) == 1
+        )
 
     def _free_node(self, raw: Object, taken: Sequence[str | None]) -> str | None:
         """Return a node with a free slot for a pod, beside those that others are about to take."""
