@@ -245,7 +245,7 @@ def look(
 
 
 def refused(job: JobDefinition, path: Path) -> str:
-    """Return why a job is not run, as its user is told."""
+    """Return the reason that `adascale run` prints for a job that it does not run."""
     output = io.StringIO()
     display = PlainDisplay(Console(file=output, width=200))
     assert run_job(job, RunOptions(state_dir=path / "refused"), display) == 0

@@ -157,6 +157,11 @@ class _Tensors:
             if _is_large(value):
                 yield (number, name), value
 
+    def all_large(self, count: int | None = None) -> dict[Key, Tensor]:
+        """Return the tensors of the first parameters; without a number, of all."""
+        numbers = range(len(self.parameters) if count is None else count)
+        return {key: tensor for number in numbers for key, tensor in self.large(number)}
+
     def small(self, number: int) -> dict[str, Any]:
         """Return the other values that are kept for a parameter."""
         kept = self.optimizer.state.get(self.parameters[number], {})
@@ -184,9 +189,7 @@ class StateSource:
         self._step, self._pieces = Snapshot(), Snapshot()
         self._idle = threading.Event()
         self._idle.set()
-        self._handed_over: deque[Snapshot] = deque()
-        every = range(len(self._tensors.parameters))
-        self._total_bytes = sum(each.nbytes for number in every for _, each in self._tensors.large(number))
+        self._total_bytes = sum(each.nbytes for each in self._tensors.all_large().values())
         self._stepped_at: float | None = None
         self._waited = self._sending_time = 0.0
         self._sent_bytes = 0
@@ -262,8 +265,7 @@ class StateSource:
     def _wait_for_rest(self, check: Callable[[], None]) -> None:
         while not self._idle.wait(POLL):
             check()
-        if self.problem:
-            raise OSError(self.problem)
+        self._wait(0.0)
 
     def _before_step(self) -> None:
         limit = max(MAX_WAIT * self._total_bytes / self._bandwidth, LEAST_WAIT)
@@ -305,27 +307,22 @@ class StateSource:
 
     def _send_rest(self, state: Tree, number: StateNumber, check: Callable[[], None]) -> None:
         spec, tensors = flatten(state)
-        places = {
-            _address(tensor): key
-            for number in range(self._sent)
-            for key, tensor in self._tensors.large(number)
-        }
-        known: dict[str, Key] = {}
+        sent = self._tensors.all_large(self._sent)
+        places = {_address(tensor): key for key, tensor in sent.items()}
+        known: dict[int, Key] = {}
         for index, (name, tensor) in enumerate(zip(TensorIndex(spec).names(), tensors, strict=True)):
             if tensor.numel() and _address(tensor) in places:
-                known[str(index)] = places[_address(tensor)]
+                known[index] = places[_address(tensor)]
             elif name in self._checksums and checksum(tensor) == self._checksums[name]:
-                known[str(index)] = (name,)
-        checksums = [
-            [*key, checksum(each)] for n in range(self._sent) for key, each in self._tensors.large(n)
-        ]
+                known[index] = (name,)
+        checksums = {key: checksum(tensor) for key, tensor in sent.items()}
         self._wait_for_rest(check)
         rest = {
             "spec": spec,
-            "known": {index: list(key) for index, key in known.items()},
-            "tensors": [each for index, each in enumerate(tensors) if str(index) not in known],
+            "known": known,
+            "tensors": [each for index, each in enumerate(tensors) if index not in known],
             "checksums": checksums,
-            "number": list(number),
+            "number": number,
         }
         self._pieces.copy(rest)
         self._hand_over(self._pieces)
@@ -333,14 +330,12 @@ class StateSource:
 
     def _hand_over(self, *snapshots: Snapshot) -> None:
         self._idle.clear()
-        self._handed_over.extend(snapshots)
-        threading.Thread(target=self._send, name="adascale-state", daemon=True).start()
+        threading.Thread(target=self._send, args=(snapshots,), name="adascale-state", daemon=True).start()
 
-    def _send(self) -> None:
+    def _send(self, snapshots: Sequence[Snapshot]) -> None:
         begun = time.monotonic()
         try:
-            while self._handed_over:
-                snapshot = self._handed_over.popleft()
+            for snapshot in snapshots:
                 snapshot.wait()
                 for connection in self._connections:
                     connection.sendall(_LENGTH.pack(len(snapshot.spec)) + snapshot.spec)
@@ -463,8 +458,7 @@ class StateFollower:
 
     def _complete(self, rest: Any) -> Followed:
         """Return the state, if what this replica has is equal to what the other one has."""
-        own = {key: tensor for n in range(self.count) for key, tensor in self._tensors.large(n)}
-        expected = {tuple(key): total for *key, total in rest["checksums"]}
+        own, expected = self._tensors.all_large(self.count), rest["checksums"]
         if differing := [key for key in expected if key not in own or checksum(own[key]) != expected[key]]:
             raise ValueError(
                 f"{len(differing)} of {len(expected)} tensors differ, such as that of parameter "
@@ -472,17 +466,15 @@ class StateFollower:
                 "or the optimizer makes its step for all parameters together: the others wait for the state"
             )
         received = iter(rest["tensors"])
-        known = {index: tuple(key) for index, key in rest["known"].items()}
         tensors = []
         for index in range(len(layouts(rest["spec"]))):
-            key = known.get(str(index))
+            key = rest["known"].get(index)
             if key is None:
                 tensors.append(next(received).clone())
             else:
-                found = own[key] if key in own else self._others[str(key[0])]
+                found = own[key] if key in own else self._others[key[0]]
                 tensors += flatten(found)[1]
-        generation, step, consumed = rest["number"]
-        return Followed((generation, step, consumed), unflatten(rest["spec"], tensors))
+        return Followed(rest["number"], unflatten(rest["spec"], tensors))
 
 
 def checksum(tensor: Tensor) -> str:
@@ -506,7 +498,7 @@ def _large_tensors(state: Tree, own: _Tensors) -> Iterator[tuple[str, Tensor]]:
     spec, tensors = flatten(state)
     index = TensorIndex(spec)
     temporary = index.numbers_below(PREVIOUS_GRADIENT)
-    followed = {_address(each) for n in range(len(own.parameters)) for _, each in own.large(n)}
+    followed = {_address(each) for each in own.all_large().values()}
     for number, (name, tensor) in enumerate(zip(index.names(), tensors, strict=True)):
         if tensor.nbytes > SMALL and number not in temporary and _address(tensor) not in followed:
             yield name, tensor
