@@ -7,6 +7,7 @@ They use the SQL that both databases have.
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from adascale_api.data.job import JobCache, StoredJob
@@ -28,6 +29,12 @@ class Sql:
         self.sqlite = text
         named = re.sub(r":(\w+)", r"%(\1)s", text).replace("?", "%s")
         self.postgresql = named + (" FOR UPDATE" if lock else "")
+
+
+@lru_cache
+def _with_ids(query: str, count: int) -> Sql:
+    """Return a query for so many jobs, made once."""
+    return Sql(query.format(ids=", ".join(f":id_{number}" for number in range(count))))
 
 
 def upsert(table: str, key: str, *columns: str) -> Sql:
@@ -64,7 +71,7 @@ class Transaction:
     def all_of(self, query: str, ids: Sequence[str]) -> list[Row]:
         """Return all rows of a query for some jobs, which has `{ids}` for the list of their ids."""
         parameters = {f"id_{number}": job_id for number, job_id in enumerate(ids)}
-        return self.all(Sql(query.format(ids=", ".join(f":{name}" for name in parameters))), **parameters)
+        return self.all(_with_ids(query, len(ids)), **parameters)
 
     def first(self, statement: Sql, **parameters: Any) -> Row | None:
         """Return the first row of a query; None if there is none."""
