@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.observe.adascalejob import AdaScaleJob, parse_spec, why_not_shared
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob, why_not_shared
 from adascale_controller.operator.types.settings import OperatorSettings
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "shared"}}
@@ -89,7 +89,7 @@ def test_an_unshared_path_is_invalid_only_for_several_replicas(most: int, is_tak
             "template": template({}),
         },
     }
-    job = AdaScaleJob.read(raw, parse_spec(raw, None), OperatorSettings("http://api"))
+    job = AdaScaleJob.read(raw, OperatorSettings("http://api"))
     assert (job.job is not None) == is_taken
     if not is_taken:
         assert "spec.checkpoint.path: container worker mounts no volume at /data" in (job.invalid or "")

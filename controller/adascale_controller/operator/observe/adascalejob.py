@@ -6,7 +6,7 @@ import hashlib
 import json
 import posixpath
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Self
 
@@ -48,23 +48,30 @@ class AdaScaleJob:
         return None if seconds is None else float(self.created_at + seconds)
 
     @classmethod
-    def read(cls, raw: ApiObject, parsed: ParsedSpec, settings: OperatorSettings) -> Self:
-        """Return the AdaScaleJob in an object of the API."""
-        meta = raw["metadata"]
-        spec = raw.get("spec") or {}
+    def read(cls, raw: ApiObject, settings: OperatorSettings, known: Self | None = None) -> Self:
+        """Return the AdaScaleJob in an object of the API; `known` has what it was before.
+
+        A spec takes about a millisecond to parse, so it is parsed once.
+        """
+        meta, status = raw["metadata"], raw.get("status") or {}
+        queueing = Queueing.read(meta)
+        # The queue is in a label, which an edit does not count.
+        version = meta["generation"], queueing.queue
+        if known is not None and version == (known.generation, known.queueing.queue):
+            return replace(known, status=status, queueing=queueing)
+        job, invalid = _parse(raw)
         return cls(
             namespace=meta["namespace"],
             name=meta["name"],
             uid=meta["uid"],
             generation=meta["generation"],
             created_at=int(seconds(meta["creationTimestamp"]) or 0),
-            job=parsed.job,
-            invalid=parsed.invalid,
-            template=spec.get("template") or {},
-            status=raw.get("status") or {},
-            queueing=Queueing.read(meta),
+            job=job,
+            invalid=invalid,
+            template=(raw.get("spec") or {}).get("template") or {},
+            status=status,
+            queueing=queueing,
             settings=settings,
-            digests=parsed.digests,
         )
 
     @property
@@ -158,22 +165,6 @@ def digest_of(value: object) -> str:
     """Return a digest of a value of JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-@dataclass(frozen=True)
-class ParsedSpec:
-    """A spec, of which each generation of each AdaScaleJob is parsed once: that takes about a millisecond."""
-
-    version: tuple[int, str | None]  # its generation, and the queue of the AdaScaleJob, which is in a label
-    job: JobDefinition | None  # None if it is invalid
-    invalid: str | None = None
-    digests: Digests = field(default_factory=dict)
-
-
-def parse_spec(raw: ApiObject, known: ParsedSpec | None) -> ParsedSpec:
-    """Return the parsed spec of an object of the API: `known` if that is of the same version."""
-    version = raw["metadata"]["generation"], Queueing.read(raw["metadata"]).queue
-    return known if known is not None and known.version == version else ParsedSpec(version, *_parse(raw))
 
 
 def _parse(raw: ApiObject) -> tuple[JobDefinition | None, str | None]:

@@ -15,9 +15,7 @@ from adascale_controller.job.failing_counts import FailingCount
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.adascalejob import (
     AdaScaleJob,
-    ParsedSpec,
     digest_of,
-    parse_spec,
     template_digest,
 )
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, with_start_problem
@@ -431,24 +429,23 @@ class Observer:
 
     def __init__(self, settings: OperatorSettings) -> None:
         self._settings = settings
-        self._specs: dict[str, ParsedSpec] = {}
+        self._jobs: dict[str, AdaScaleJob] = {}
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
-        self._specs = {uid: parsed for uid, parsed in self._specs.items() if uid in uids}
+        self._jobs = {uid: job for uid, job in self._jobs.items() if uid in uids}
 
     def read(self, raw: ApiObject, pods: Sequence[Pod], lost_nodes: frozenset[str]) -> ObservedJob:
         """Return an AdaScaleJob as the caches hold it."""
         uid = raw["metadata"]["uid"]
-        parsed = self._specs[uid] = parse_spec(raw, self._specs.get(uid))
-        job = AdaScaleJob.read(raw, parsed, self._settings)
+        job = self._jobs[uid] = AdaScaleJob.read(raw, self._settings, self._jobs.get(uid))
         own = [pod for pod in pods if pod.controller[2] == uid and pod.rank >= 0]
         others = [pod for pod in pods if pod not in own and not pod.has_ended]
         return ObservedJob(job, own, lost_nodes, others)
 
     def reject(self, job: AdaScaleJob, reason: str) -> None:
         """Record that the API server rejects an object made from the current spec of a job."""
-        self._specs[job.uid] = ParsedSpec((job.generation, job.queueing.queue), None, reason)
+        self._jobs[job.uid] = replace(job, job=None, invalid=reason)
 
 
 def observe(
