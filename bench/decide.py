@@ -31,7 +31,7 @@ from adascale_core.decision.job_utility import UTILITY_UNIT, JobState, JobUtilit
 from adascale_core.decision.placing import choose_counts
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_core.placement.capacity import NodeCapacity
+from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.packing import Demand, Node
 
 NODE = 8
@@ -105,7 +105,7 @@ def nodes_of(number: int, kind: Kind) -> list[Node]:
 
 
 def solved(
-    jobs: list[JobState], capacity: int | NodeCapacity, before: DecisionProblem | None = None
+    jobs: list[JobState], capacity: Capacity, before: DecisionProblem | None = None
 ) -> tuple[float, DecisionProblem, list[int]]:
     """Return the processor time of a decision, its problem, and the counts."""
     start = process_time()
@@ -186,8 +186,8 @@ def main() -> None:
             replace(job, estimate=GradientEstimate(1.0, random.lognormvariate(3, 1))) if i % 10 == 0 else job
             for i, job in enumerate(jobs)
         ]
-        first, before, _ = solved(jobs, replicas)
-        again, _, _ = solved(changed, replicas, before)
+        first, before, _ = solved(jobs, ReplicaCapacity(replicas))
+        again, _, _ = solved(changed, ReplicaCapacity(replicas), before)
         equal = NodeCapacity(
             nodes_of(replicas // NODE, (NODE, 0, 0)), {job.id: Demand({"gpu": 1}) for job in jobs}
         )

@@ -11,13 +11,13 @@ import pytest
 from adascale_client import MetricsServiceClient
 from adascale_controller.schema import Opportunistic
 from adascale_core import names
-from adascale_core.decision.decide import Decision, DecisionProblem, decide
+from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from api.client import TOKEN
 from support.fake_cluster import FakeCluster
-from support.job_states import NOW
+from support.job_states import NOW, solved
 from support.job_states import job as job_state
 from support.service import Service
 
@@ -83,10 +83,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     client.declare_job("default.silent", JobSpec(4))
     client.allocate("default.digits", Allocation(1, 2))
     started.call("POST", "/gain", {**REPORT, "time": time.time()})
-    job = job_state("default.digits", 2)
-    decisions = decide([job], 8, NOW)
-    problem = DecisionProblem.of([job], 8)
-    client.put_decision(explain(problem, NOW, decisions=decisions, time=time.time())["default.digits"])
+    solution = solved([job_state("default.digits", 2)], 8)
+    client.put_decision(explain(solution, NOW, time.time(), ["default.digits"])["default.digits"])
     client.close()
     yield started
     started.stop()

@@ -15,14 +15,13 @@ from adascale_client import MetricsServiceClient
 from adascale_controller.local.run_history import RunRecord, record_start
 from adascale_controller.local.service_process import RunningService, write_service
 from adascale_controller.local.state_dir import StateDir, StateLock
-from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.views.decision import DecisionView
 from api.client import TOKEN
 from controller.conftest import REPORT
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_job
-from support.job_states import NOW
+from support.job_states import NOW, solved
 from support.job_states import job as job_state
 from support.service import Service
 
@@ -156,8 +155,7 @@ def test_explain_shows_the_decision_with_its_limits_and_what_other_counts_would_
     service: Service,
 ) -> None:
     job = replace(job_state("default.digits", 2), remaining=1000.0)
-    decisions = decide([job], 8, NOW)
-    (decision,) = explain(DecisionProblem.of([job], 8), NOW, decisions=decisions, time=time.time()).values()
+    (decision,) = explain(solved([job], 8), NOW, time.time(), [job.id]).values()
     client = MetricsServiceClient(service.url, TOKEN)
     client.put_decision(decision)
     assert client.get_decision("default.digits") == decision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adascale_controller.schedule.cycle import EXPLAIN_INTERVAL, MAX_EXPLAINED, ExplanationSchedule
+from adascale_controller.schedule.standing import EXPLAIN_INTERVAL, MAX_EXPLAINED, ExplanationSchedule
 from adascale_core.decision.decide import Decision
 
 STAYS = Decision(2, "unchanged")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule import scheduler as scheduler_module
 from adascale_controller.operator.schedule.scheduler import BURST, MAX_CHANGE_SHARE, MIN_INTERVAL, Scheduler
-from adascale_controller.schedule.cycle import MAX_EXPLAINED
+from adascale_controller.schedule.standing import MAX_EXPLAINED
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.reports import StepTime

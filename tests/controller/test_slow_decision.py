@@ -12,8 +12,8 @@ from adascale_controller.operator.apply import applier
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.runtime.control_loop import OperatorLoop
+from adascale_controller.operator.schedule import scheduler
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
-from adascale_controller.schedule.cycle import Solution
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.messages.allocation import Allocation, AllocationView
 from support.fake_api_server import FakeApiServer
@@ -396,7 +396,7 @@ def test_a_decision_that_can_not_be_explained_is_tried_once(
         attempts += 1
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(Solution, "explain", fail)
+    monkeypatch.setattr(scheduler, "explain", fail)
 
     def steps() -> Iterator[Callable[[], bool]]:
         cluster.edit(replicaLimit=2)

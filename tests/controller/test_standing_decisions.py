@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.schedule.cycle import holding, still_applies
+from adascale_controller.schedule.standing import holding, still_applies
 from adascale_core.batch.plans import BatchBounds
 from adascale_core.decision.decide import Decision
 from adascale_core.decision.job_utility import JobState

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.decision.decide import DecisionProblem, decide
+from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.type_choice import TypeOptions, admit
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node
-from support.job_states import GPU, NOW, job
+from support.job_states import GPU, NOW, decide, job
 
 
 def nodes_of(name: str, sizes: Sequence[int]) -> list[Node]:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.decision.deadline import DeadlineOutlook
-from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState, JobUtility
 from adascale_core.performance.throughput import StepTimeModel
@@ -28,6 +27,7 @@ from support.job_states import (
     job,
     job_states,
     several_jobs,
+    solved,
     unmeasured,
 )
 
@@ -225,8 +225,7 @@ def test_a_later_estimate_counts_with_its_error_as_the_present_one_does() -> Non
     ],
 )
 def test_the_explanation_says_which_count_meets_the_deadline(left: float, text: str) -> None:
-    problem = DecisionProblem.of([long("a", left), long("b")], 8)
-    view = explain(problem, NOW, decisions=problem.decide(NOW), time=0.0)["a"]
+    view = explain(solved([long("a", left), long("b")], 8), NOW, 0.0, ["a"])["a"]
     assert [each.reason for each in view.limits if each.kind is LimitKind.DEADLINE] == [text]
 
 

@@ -17,7 +17,6 @@ from adascale_core.batch.plans import (
     candidate_plans,
     plan_batch,
 )
-from adascale_core.decision.decide import decide
 from adascale_core.decision.job_utility import (
     HORIZON,
     STABILIZATION_RESTARTS,
@@ -40,6 +39,7 @@ from support.job_states import (
     OF_SAMPLES,
     SLOW_SYNC,
     counts,
+    decide,
     gpus,
     job,
     job_states,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.decision.decide import Decision, DecisionProblem, decide
+from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.job_utility import (
     MAX_GROWTH,
     MIN_CHANGE,
@@ -32,6 +32,7 @@ from support.job_states import (
     allowed,
     capacities,
     counts,
+    decide,
     gpus,
     job,
     job_states,
@@ -123,7 +124,7 @@ def test_every_count_is_valid_or_0_and_all_fit_in_any_order_of_jobs_and_nodes(
     if not isinstance(room, int):
         room = random.sample(room, len(room))
     shuffled = replace(problem, jobs=jobs, room=room)
-    assert decide(iter(jobs), shuffled.capacity, NOW) == decided
+    assert decide(jobs, shuffled.capacity, NOW) == decided
 
 
 @given(problems, st.just(0.0) | st.floats(0, 1))
@@ -284,7 +285,8 @@ def test_on_one_node_equal_replicas_are_allocated_as_with_a_replica_capacity(
     if are_placed:
         demands = placed(nodes, demands, {state.id: state.replicas for state in jobs})
     number = size // request
-    tables = {each.job.id: each.utilities(NOW)[0] for each in DecisionProblem.of(jobs, number).queue}
+    problem = DecisionProblem.of(jobs, ReplicaCapacity(number))
+    tables = {each.job.id: each.utilities(NOW)[0] for each in problem.queue}
 
     def decided(capacity: int | Capacity) -> tuple[dict[str, int], int]:
         """Return the counts, and their total utility: of counts with the same, any may be chosen."""
@@ -304,7 +306,7 @@ def test_a_problem_with_predictions_from_the_problem_before_has_the_same_decisio
 ) -> None:
     jobs, capacity = problem.jobs, problem.capacity
     # Some jobs are as before, some have changed, and some are new.
-    before = DecisionProblem.of([*earlier, *jobs[: len(jobs) // 2]], 8)
+    before = DecisionProblem.of([*earlier, *jobs[: len(jobs) // 2]], ReplicaCapacity(8))
     again = DecisionProblem.of(jobs, capacity, (before,))
     fresh = DecisionProblem.of(jobs, capacity)
     assert again.decide(NOW) == fresh.decide(NOW)
@@ -318,12 +320,12 @@ def test_a_problem_with_predictions_from_the_problem_before_has_the_same_decisio
 def test_a_solved_problem_with_changed_jobs_has_the_decision_of_a_new_one(
     jobs: Sequence[JobState], capacity: int, data: st.DataObject
 ) -> None:
-    solved = DecisionProblem.of(jobs, capacity)
+    solved = DecisionProblem.of(jobs, ReplicaCapacity(capacity))
     assert solved.decide(NOW) == solved.decide(NOW) == decide(jobs, capacity, NOW)
     changed = list(jobs)
     for i in data.draw(st.sets(st.integers(0, len(jobs) - 1)) if jobs else st.just(set[int]())):
         changed[i] = replace(data.draw(job_states(jobs[i].id)), arrival=jobs[i].arrival)
-    size = data.draw(st.sampled_from([capacity, capacity + 1]))
+    size = ReplicaCapacity(data.draw(st.sampled_from([capacity, capacity + 1])))
     now = NOW + data.draw(st.sampled_from([0.0, 10.0]))
     assert DecisionProblem.of(changed, size, (solved,)).decide(now) == decide(changed, size, now)
 

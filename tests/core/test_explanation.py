@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchBounds
-from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import MAX_COUNTS, MAX_GIVING, explain
 from adascale_core.decision.job_utility import JobState, JobUtility, weighted
 from adascale_core.placement.capacity import Capacity, NodeCapacity
@@ -27,15 +26,16 @@ from support.job_states import (
     SLOW_SYNC,
     allowed,
     capacities,
+    decide,
     job,
     several_jobs,
+    solved,
     unmeasured,
 )
 
 
 def explained(jobs: Sequence[JobState], capacity: int | Capacity) -> dict[str, DecisionView]:
-    decisions = decide(jobs, capacity, NOW)
-    return explain(DecisionProblem.of(jobs, capacity), NOW, decisions=decisions, time=1000.0)
+    return explain(solved(jobs, capacity), NOW, 1000.0, [each.id for each in jobs])
 
 
 def verdicts(view: DecisionView) -> dict[int, Verdict]:
@@ -179,9 +179,10 @@ def test_on_equal_nodes_it_names_the_counts_that_are_considered() -> None:
 
 def test_only_the_named_jobs_are_explained_and_their_reasons_can_be_replaced() -> None:
     jobs = [job("a", 4), job("b", 4)]
-    decisions = decide(jobs, 8, NOW)
-    decisions["a"] = replace(decisions["a"], reason="spec.replicaLimit is 4")
-    found = explain(DecisionProblem.of(jobs, 8), NOW, decisions=decisions, time=1.0, only=["a"])
+    solution = solved(jobs, 8)
+    limited = replace(solution.decisions["a"], reason="spec.replicaLimit is 4")
+    solution = replace(solution, decisions={**solution.decisions, "a": limited})
+    found = explain(solution, NOW, 1.0, ["a"])
     assert set(found) == {"a"}
     assert found["a"].reason == "spec.replicaLimit is 4"
 

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.decision.decide import decide
 from adascale_core.decision.job_utility import JobState, JobUtility, weighted, weights_by_size
 from adascale_core.decision.type_choice import TypeChoice, TypeOptions
 from adascale_core.placement.packing import Demand, Node
-from support.job_states import NOW, allowed, capacities, job, several_jobs
+from support.job_states import NOW, allowed, capacities, decide, job, several_jobs
 
 fairness_values = st.just(0.0) | st.floats(0, 1)
 sizes_of_jobs = st.dictionaries(st.text("abcdef", max_size=3), st.none() | st.floats(0, 1e6))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.decision.decide import DecisionProblem
+from adascale_core.decision.decide import DecisionProblem, Solution
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState, JobUtility
 from adascale_core.decision.placing import choose_counts
@@ -218,7 +218,7 @@ def test_the_explanation_compares_types() -> None:
     choice = TypeChoice.of(jobs, cluster(), NOW)
     capacity = NodeCapacity(cluster(), {"a": jobs[0].demands[choice.types["a"]]})
     (problem,) = DecisionProblem.independent([jobs[0].states["t4"]], capacity, (), choice)
-    view = explain(problem, NOW, decisions=problem.decide(NOW), time=0.0, choice=choice)["a"]
+    view = explain(Solution(problem.decide(NOW), [problem], choice), NOW, 0.0, ["a"])["a"]
     texts = [limit.reason for limit in view.limits if limit.kind is LimitKind.TYPES]
     assert [text.split(":")[0] for text in texts] == ["on a100", "on t4, which was chosen"]
     assert "steps per second on 1, " in texts[0]

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, EfficiencyBound, valid_replicas
-from adascale_core.decision.decide import decide
+from adascale_core.decision.decide import Decision, DecisionProblem, Solution
 from adascale_core.decision.job_utility import JobState
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_core.placement.capacity import Capacity, NodeCapacity
+from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.packing import Demand, Node
 
 NOW = 10_000.0
@@ -148,6 +148,23 @@ def allowed(state: JobState) -> list[int]:
 
 
 # -- decisions, and nodes -------------------------------------------------------------------------------
+
+
+def solved(
+    jobs: Sequence[JobState], capacity: int | Capacity, now: float = NOW, *, fairness: float | None = None
+) -> Solution:
+    """Return the decision about jobs, without their demands."""
+    bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
+    problems = DecisionProblem.independent(jobs, bound, fairness=fairness)
+    decisions = {name: each for problem in problems for name, each in problem.decide(now).items()}
+    return Solution(decisions, problems)
+
+
+def decide(
+    jobs: Sequence[JobState], capacity: int | Capacity, now: float, *, fairness: float | None = None
+) -> dict[str, Decision]:
+    """Return the decision about each job."""
+    return dict(solved(jobs, capacity, now, fairness=fairness).decisions)
 
 
 def counts(jobs: Sequence[JobState], capacity: int | Capacity) -> dict[str, int]:

@@ -19,10 +19,11 @@ from adascale_controller.local.processes import StopSignals, has_message
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
 from adascale_controller.local.replicas import Replicas, RunResult
 from adascale_controller.local.service_process import ServiceSupervisor
-from adascale_controller.schedule.cycle import Contender, ExplanationSchedule, Solution, decide_all
 from adascale_controller.schedule.measurements import training_target
 from adascale_controller.schedule.memory import lowest
-from adascale_core.decision.decide import Decision
+from adascale_controller.schedule.standing import ExplanationSchedule
+from adascale_core.decision.decide import Contender, Decision, Solution, decide
+from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState
 from adascale_core.failures import EXIT_PEER_LOST, describe_exit
 from adascale_core.messages.allocation import Allocation, SlowReplacement
@@ -309,7 +310,7 @@ class LocalControlLoop:
         return replace(state, deadline=self._memory.deadline, limit=limit, limit_reason=reason)
 
     def _decide(self, state: JobState, now: float) -> Decision:
-        self._solution = decide_all([Contender(state)], self.limit.replicas, now, self._solution)
+        self._solution = decide([Contender(state)], self.limit.replicas, now, self._solution)
         return self._solution.decisions[self.job.id]
 
     def report_deadline(self, decision: Decision, now: float) -> None:
@@ -338,7 +339,7 @@ class LocalControlLoop:
     def _explain(self, now: float) -> None:
         """Store the explained decision with the metrics service, if it is time to."""
         due = self._explanations.due(self._solution.decisions, now)
-        for job, view in self._solution.explain(due, now, time.time()).items():
+        for job, view in explain(self._solution, now, time.time(), due).items():
             try:
                 self.client.put_decision(view)
             except ServiceError:

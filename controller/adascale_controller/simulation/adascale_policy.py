@@ -13,12 +13,12 @@ from enum import StrEnum
 import numpy as np
 
 from adascale_controller.job_definition import JobDefinition
-from adascale_controller.schedule.cycle import Contender, Solution, decide_all
 from adascale_controller.schedule.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_controller.simulation.application import Application, fixed_plan
 from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan, plan_batch
+from adascale_core.decision.decide import Contender, Solution, decide
 from adascale_core.decision.job_utility import JobState
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
@@ -79,7 +79,7 @@ GPU = "nvidia.com/gpu"
 
 
 class AdaScalePolicy:
-    """Decides with `adascale_controller.schedule.cycle.decide_all`, as the operator does."""
+    """Decides with `adascale_core.decision.decide`, as the operator does."""
 
     def __init__(
         self, placement: PlacementMode = PlacementMode.PACKED, fairness: float | None = None
@@ -110,7 +110,7 @@ class AdaScalePolicy:
                 for i, units in enumerate(settings.nodes)
             ]
         contenders = [self._contender(job, settings, now) for job in jobs]
-        self._solution = decide_all(contenders, self._nodes, now, self._solution, fairness=self._fairness)
+        self._solution = decide(contenders, self._nodes, now, self._solution, fairness=self._fairness)
         self._fit_trainer_models(jobs)
         assert self._solution.choice is not None
         types, decisions = self._solution.choice.types, self._solution.decisions

@@ -1,5 +1,7 @@
 """Which job gets how many replicas, decided for all jobs at the same time.
 
+First, the types of accelerators are chosen (`type_choice`). Then, for the jobs of each type:
+
 1. Every job is admitted, by priority, then by deadline, then by arrival, whose smallest valid count fits
    beside those of the admitted jobs before it.
 2. Of all valid counts of the admitted jobs, those of the highest total utility (`job_utility`) are chosen
@@ -12,9 +14,11 @@ counts: without new measurements, the same input gives the same decision, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf, nextafter
+from types import MappingProxyType
 from typing import Self
 
 from adascale_core.decision.deadline import Feasibility
@@ -26,10 +30,10 @@ from adascale_core.decision.job_utility import (
     weighted,
 )
 from adascale_core.decision.placing import admitted, allocate_on_nodes, choose_counts
-from adascale_core.decision.type_choice import Accelerator, TypeChoice
+from adascale_core.decision.type_choice import Accelerator, TypeChoice, TypeOptions
 from adascale_core.names import DEFAULT_FAIRNESS
-from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
+from adascale_core.placement.packing import Demand, Node
 
 
 @dataclass(frozen=True)
@@ -59,19 +63,15 @@ class DecisionProblem:
     def of(
         cls,
         jobs: Iterable[JobState],
-        capacity: int | Capacity,
-        before: Iterable[DecisionProblem] = (),
+        bound: Capacity,
+        before: Sequence[DecisionProblem] = (),
         choice: TypeChoice | None = None,
         *,
         fairness: float | None = None,
     ) -> Self:
         """Return the problem. What is the same as in the problems `before` is not computed again."""
-        before = list(before)
-        bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         ordered = sorted(jobs, key=lambda job: job.admission_order)
-        valid = [
-            job.id for job in ordered if candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
-        ]
+        valid = [job.id for job in ordered if job.valid_counts]
         sizes: Sequence[int | None] = [None] * len(ordered)
         fills_nodes = False
         if isinstance(bound, NodeCapacity):
@@ -90,8 +90,8 @@ class DecisionProblem:
     def independent(
         cls,
         jobs: Iterable[JobState],
-        capacity: int | Capacity,
-        before: Iterable[DecisionProblem] = (),
+        bound: Capacity,
+        before: Sequence[DecisionProblem] = (),
         choice: TypeChoice | None = None,
         *,
         fairness: float | None = None,
@@ -101,10 +101,8 @@ class DecisionProblem:
         On a cluster with several types of accelerators, these are the jobs of each type, which `choice` has
         chosen.
         """
-        bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         by_id = {job.id: job for job in jobs}
         groups = bound.independent(list(by_id))
-        before = list(before)
         return [
             cls.of([by_id[name] for name in group], bound, before, choice, fairness=fairness)
             for group in groups
@@ -130,7 +128,7 @@ class DecisionProblem:
         return min((moment for moment in moments if moment > now), default=inf)
 
     def decide(self, now: float) -> dict[str, Decision]:
-        """Return the replica count of every job, as the function `decide`."""
+        """Return the replica count of every job, valid for it or 0, such that all fit at the same time."""
         return {
             utility.job.id: Decision(
                 count,
@@ -142,15 +140,81 @@ class DecisionProblem:
         }
 
 
-def decide(
-    jobs: Iterable[JobState], capacity: int | Capacity, now: float, *, fairness: float | None = None
-) -> dict[str, Decision]:
-    """Return the replica count of every job, valid for it or 0, such that all fit at the same time.
+@dataclass(frozen=True)
+class Contender:
+    """A job that may run, with what it would be on each type of accelerator."""
 
-    `capacity` includes the replicas that run, `now` is on the clock of `JobState.stable_since`, and
-    `fairness` is that of `weights_by_size`.
+    state: JobState  # if it is not tied to a type
+    # what it requests of the nodes, if it is not tied to a type
+    demand: Demand = field(default_factory=lambda: Demand({}))
+    present: str | None = None  # the type of its replicas. None if it has none, or is not tied to a type.
+    states: Mapping[str, JobState] = field(default_factory=lambda: MappingProxyType({}))
+    demands: Mapping[str, Demand] = field(default_factory=lambda: MappingProxyType({}))
+
+    def on(self, accelerator: str | None) -> tuple[JobState, Demand]:
+        """Return its state and its demand on a type. None if it is not tied to a type."""
+        if accelerator is None:
+            return self.state, self.demand
+        return self.states[accelerator], self.demands[accelerator]
+
+    @property
+    def smallest(self) -> int | None:
+        """The smallest valid count. None if no count is valid."""
+        return next(iter(self.state.valid_counts), None)
+
+    @cached_property
+    def options(self) -> TypeOptions:
+        """The types on which a count is valid."""
+        smallest = {name: state.valid_counts[0] for name, state in self.states.items() if state.valid_counts}
+        states = {name: self.states[name] for name in smallest}
+        demands = {name: self.demands[name] for name in smallest}
+        return TypeOptions(self.state.id, smallest, demands, self.present, states)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A decision about all jobs, of which the next one uses what is the same."""
+
+    decisions: Mapping[str, Decision] = field(default_factory=lambda: MappingProxyType({}))
+    problems: Sequence[DecisionProblem] = ()
+    choice: TypeChoice | None = None  # of the types of accelerators. None if nodes are not known.
+    # job id -> what each of its replicas requests
+    demands: Mapping[str, Demand] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def decide(
+    jobs: Iterable[Contender],
+    nodes: Sequence[Node] | int,
+    now: float,
+    before: Solution,
+    *,
+    fairness: float | None = None,
+) -> Solution:
+    """Return the replica count of each job, on nodes, or, where these are not known, of so many in all.
+
+    Replicas that run have their place there. `now` is on the clock of `JobState.stable_since`, and `fairness`
+    is that of `weights_by_size`.
     """
-    decisions: dict[str, Decision] = {}
-    for problem in DecisionProblem.independent(jobs, capacity, fairness=fairness):
-        decisions |= problem.decide(now)
-    return decisions
+    ordered, choice = sorted(jobs, key=lambda each: each.state.admission_order), None
+    if not isinstance(nodes, int):
+        options = [each.options for each in ordered]
+        choice = TypeChoice.of(options, nodes, now, before.choice, fairness=fairness)
+    types = choice.types if choice is not None else {}
+    chosen = [each.on(types.get(each.state.id)) for each in ordered]
+    demands = {state.id: demand for state, demand in chosen}
+    capacity = capacity_of(nodes, demands, before.problems)
+    problems = DecisionProblem.independent(
+        [state for state, _ in chosen], capacity, before.problems, choice, fairness=fairness
+    )
+    decisions = {job: each for problem in problems for job, each in problem.decide(now).items()}
+    return Solution(decisions, problems, choice, demands)
+
+
+def capacity_of(
+    nodes: Sequence[Node] | int, demands: Mapping[str, Demand], known: Iterable[DecisionProblem] = ()
+) -> Capacity:
+    """Return what the replicas of jobs have to fit into; what `known` problems have is not computed again."""
+    if isinstance(nodes, int):
+        return ReplicaCapacity(nodes)
+    before = (problem.bound for problem in known if isinstance(problem.bound, NodeCapacity))
+    return NodeCapacity(nodes, demands, next(before, None))

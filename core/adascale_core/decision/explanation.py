@@ -13,9 +13,8 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import log2
 
-from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.decision.decide import DecisionProblem, Solution
 from adascale_core.decision.job_utility import MAX_GROWTH, MIN_SPEEDUP, JobUtility
-from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 
 MAX_COUNTS = 24
@@ -28,43 +27,29 @@ MAX_NAMED = 2
 """Jobs that are named in a text, which has at most 500 characters."""
 
 
-def explain(
-    problem: DecisionProblem,
-    now: float,
-    *,
-    decisions: Mapping[str, Decision],
-    time: float,
-    only: Collection[str] | None = None,
-    choice: TypeChoice | None = None,
-) -> dict[str, DecisionView]:
-    """Return the explanation of each decision of `problem`, by job id.
+def explain(solution: Solution, now: float, time: float, jobs: Collection[str]) -> dict[str, DecisionView]:
+    """Return the explanations of the decisions about some jobs, by job id.
 
     `now` is on the clock of `JobState.stable_since`, `time` is the same moment in seconds since 1970.
     """
-    explainer = _Explainer(problem, decisions, now, choice)
-    return {
-        utility.job.id: explainer.explain(utility, time)
-        for utility in problem.queue
-        if only is None or utility.job.id in only
-    }
+    found: dict[str, DecisionView] = {}
+    for problem in solution.problems:
+        if wanted := [utility for utility in problem.queue if utility.job.id in jobs]:
+            explainer = _Explainer(problem, solution, now)
+            found |= {utility.job.id: explainer.explain(utility, time) for utility in wanted}
+    return found
 
 
 class _Explainer:
-    def __init__(
-        self,
-        problem: DecisionProblem,
-        decisions: Mapping[str, Decision],
-        now: float,
-        choice: TypeChoice | None,
-    ) -> None:
+    def __init__(self, problem: DecisionProblem, solution: Solution, now: float) -> None:
         self.problem = problem
         self._types: dict[str, list[JobUtility]] = {}
         """Job id -> its utilities on each type of accelerator, if there are several."""
-        for (job, _), utility in () if choice is None else choice.known.items():
+        for (job, _), utility in () if solution.choice is None else solution.choice.known.items():
             self._types.setdefault(job, []).append(utility)
         self._now = now
-        self._decisions = decisions
-        self._counts = {each.job.id: decisions[each.job.id].replicas for each in problem.queue}
+        self._decisions = solution.decisions
+        self._counts = {each.job.id: self._decisions[each.job.id].replicas for each in problem.queue}
         self._total = problem.bound.total_for(problem.valid)
         """How many replicas fit in any shares; None if no such number exists."""
         self._utilities = {utility.job.id: utility.utilities(now)[0] for utility in problem.queue}

@@ -79,6 +79,11 @@ class JobState:
     later_estimates: Sequence[tuple[float, GradientEstimate]] = ()
 
     @property
+    def valid_counts(self) -> tuple[int, ...]:
+        """The replica counts that a decision considers, ascending."""
+        return candidate_counts(self.bounds, self.min_replicas, self.max_replicas)
+
+    @property
     def counts_samples(self) -> bool:
         """Whether a step adds its scale to the progress, and not its gain."""
         return self.efficiency.counts_samples
@@ -197,7 +202,7 @@ class JobUtility:
                 return before
             if _prediction_inputs(before.job) == _prediction_inputs(job):
                 return before._with(job, before.weight)
-        counts = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
+        counts = job.valid_counts
         if job.limit is not None:
             counts = counts[: bisect_right(counts, job.limit)] or counts[:1]
         counts = _efficient_counts(job, counts)
@@ -427,7 +432,7 @@ class JobUtility:
     def efficiency_limit(self) -> str | None:
         """Which counts have no batch within the bound of the efficiency, for people; None if all have."""
         job = self.job
-        counts = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
+        counts = job.valid_counts
         refused = set(counts).difference(_efficient_counts(replace(job, replicas=0), counts))
         return self._inefficient_on(min(refused)) if refused else None
 

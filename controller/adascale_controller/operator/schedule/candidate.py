@@ -23,10 +23,9 @@ from adascale_controller.operator.schedule.nodes import TypedDemands, free_nodes
 from adascale_controller.operator.schedule.quota import quota_limit
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.schedule.capacity_requests import CapacityRequests
-from adascale_controller.schedule.cycle import Contender, Solution
 from adascale_controller.schedule.measurements import TemplateMeasurements, training_target
 from adascale_controller.schedule.memory import JobMemory, Limit, lowest
-from adascale_core.decision.decide import Decision
+from adascale_core.decision.decide import Contender, Decision, Solution
 from adascale_core.decision.job_utility import JobState
 from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.placement.capacity import NodeCapacity

@@ -30,18 +30,16 @@ from adascale_controller.schedule.capacity_requests import (
     CapacityRequest,
     RequestKind,
 )
-from adascale_controller.schedule.cycle import (
+from adascale_controller.schedule.measurements import TemplateMeasurements
+from adascale_controller.schedule.standing import (
     ExplanationSchedule,
-    Solution,
-    capacity_of,
-    decide_all,
     find_growth,
     holding,
     requested,
     still_applies,
 )
-from adascale_controller.schedule.measurements import TemplateMeasurements
-from adascale_core.decision.decide import Decision
+from adascale_core.decision.decide import Decision, Solution, capacity_of, decide
+from adascale_core.decision.explanation import explain
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.placement.packing import Demand
 from adascale_core.views.decision import DecisionView, LimitKind, LimitView
@@ -268,7 +266,7 @@ class Scheduler:
         if before is not None and same_jobs and before.input.resources.free == resources.free:
             cost = max(before.cost, time.thread_time() - begun)
             return replace(before, input=given, cost=cost)
-        solution = decide_all(
+        solution = decide(
             candidates.values(),
             resources.places(candidates.values()),
             now,
@@ -337,7 +335,7 @@ class Scheduler:
         self._is_explained = not self._explanations.has_more
         if not due:
             return ()
-        found = solution.explain(due, result.decided_at, time.time())
+        found = explain(solution, result.decided_at, time.time(), due)
         self._explain_cost = time.thread_time() - begun
         pause = 0.0 if self._is_explained else self._explain_cost / MAX_SHARE
         self._explain_at = time.monotonic() + pause
