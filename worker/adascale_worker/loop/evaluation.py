@@ -17,7 +17,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -38,24 +37,11 @@ READING_TIME = 10.0
 Number = int | float
 
 
-Sum = int | Fraction | float
-"""A sum of numbers: exact if all are integers, or finite; rounded once, when it is read."""
-
-
-def exact_sum(numbers: Iterable[Number]) -> Sum:
-    """Return the sum of numbers. One that is not finite makes the sum a float."""
-    return sum(Fraction(n) if isinstance(n, float) and math.isfinite(n) else n for n in numbers)
-
-
-def encoded_sum(value: Sum) -> object:
-    """Return a sum as JSON has it."""
-    return list(value.as_integer_ratio()) if isinstance(value, Fraction) else value
-
-
-def decoded_sum(value: Any) -> Sum:
-    """Return the sum that `encoded_sum` has returned for JSON."""
-    found: Sum = Fraction(*value) if isinstance(value, list) else value
-    return found
+def total(numbers: Sequence[Number]) -> Number:
+    """Return the sum of numbers, rounded once: an int if all are integers."""
+    if all(isinstance(each, int) or math.isfinite(each) for each in numbers):
+        return sum(numbers) if all(isinstance(each, int) for each in numbers) else math.fsum(numbers)
+    return sum(numbers)
 
 
 class Evaluation(Iterator[Any]):
@@ -75,7 +61,6 @@ class Evaluation(Iterator[Any]):
         *,
         gathers: bool = False,
     ) -> None:
-        self._gathered = GatheredValues(exchange) if gathers else None
         self._dataset = dataset
         self._length = len(dataset)
         self._batch_size = batch_size
@@ -83,12 +68,27 @@ class Evaluation(Iterator[Any]):
         self._exchange = exchange
         self._options = options
         self._evaluating = evaluating
-        self._pending: dict[str, list[Tensor | Number]] = {}
-        self._total: dict[str, Sum] = {}
+        self._gathers = gathers
+        self._added: dict[str, list[Tensor | Number]] = {}
+        """What was added on this replica since `_settle`."""
+        self._numbers: dict[str, list[Number]] = {}
+        """What all replicas have added before."""
         self._collected: dict[int, list[Any]] = {}
-        """By the number of the first sample of their batch."""
-        self._start: int | None = None
-        """The number of the first sample of the present batch."""
+        """By the number of their batch."""
+        self._batch: int | None = None
+        """The number of the present batch."""
+        self._calls = 0
+        """Calls of `gather` for it."""
+        self._is_shared = False
+        """Whether each other rank has another batch of its round, of which values are gathered."""
+        self._replaces: int | None = None
+        """The rank in whose place it is delivered; None for one of this rank."""
+        self._missing: dict[int, tuple[int, int]] = {}
+        """The round and the call from which on the batches of other ranks are evaluated here, by rank."""
+        self._found: set[int] = set()
+        """The other ranks that have gathered."""
+        self._posted: list[str] = []
+        """What others may not have read yet."""
         self._is_complete = False
         self._batches = self._deliver()
 
@@ -118,9 +118,9 @@ class Evaluation(Iterator[Any]):
             number = int(value) if isinstance(value, bool) else as_number(value)
             if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
                 # A copy: the program may change its own tensor.
-                self._pending.setdefault(name, []).append(value.detach().reshape(()).clone())
+                self._added.setdefault(name, []).append(value.detach().reshape(()).clone())
             elif number is not None:
-                self._pending.setdefault(name, []).append(number)
+                self._added.setdefault(name, []).append(number)
             else:
                 got = (
                     f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
@@ -148,12 +148,32 @@ class Evaluation(Iterator[Any]):
         Raises:
             WorkerError: the evaluation was made without `gathers=True`.
         """
-        if self._gathered is None:
+        if not self._gathers:
             raise WorkerError(
                 "evaluation.gather() needs trainer.evaluation(..., gathers=True), which divides the batches "
                 "in another way; or add sums with evaluation.add()"
             )
-        return self._gathered.gather(value)
+        exchange = self._exchange
+        place = (self._batch or 0) // exchange.replicas, self._calls
+        self._calls += 1
+        if self._replaces is not None:
+            return [value] if place >= self._missing[self._replaces] else []
+        if not self._is_shared:
+            return [value]
+        kind = f"gather/{place[0]}/{place[1]}"
+        exchange.post(kind, value)
+        self._posted.append(kind)
+        expected = [rank for rank in exchange.others if rank not in self._missing]
+        found = exchange.read(kind, expected, taking_part=self._found)
+        if len(found) == len(exchange.others):
+            # A rank posts its next value after it has read those before.
+            for posted in self._posted[:-1]:
+                exchange.retract(posted, [exchange.rank])
+            del self._posted[:-1]
+        self._found.update(found)
+        self._missing.update((rank, place) for rank in expected if rank not in found)
+        values = {**found, exchange.rank: value}
+        return [values[rank] for rank in sorted(values)]
 
     def collect(self, output: object) -> None:
         """Keep an output of the present batch, such as its predictions, for `outputs`.
@@ -166,12 +186,12 @@ class Evaluation(Iterator[Any]):
         Raises:
             WorkerError: there is no batch, because the loop has not begun or has ended.
         """
-        if self._start is None:
+        if self._batch is None:
             raise WorkerError(
                 "evaluation.collect() was called outside of the loop over the batches of an evaluation: call "
                 "it for each batch that trainer.evaluation() delivers"
             )
-        self._collected.setdefault(self._start, []).append(_on_host(output))
+        self._collected.setdefault(self._batch, []).append(_on_host(output))
 
     @property
     def outputs(self) -> list[Any]:
@@ -183,7 +203,7 @@ class Evaluation(Iterator[Any]):
             WorkerError: the loop has not ended.
         """
         self._require_complete()
-        return [output for start in sorted(self._collected) for output in self._collected[start]]
+        return [output for batch in sorted(self._collected) for output in self._collected[batch]]
 
     @property
     def sums(self) -> dict[str, Number]:
@@ -193,7 +213,7 @@ class Evaluation(Iterator[Any]):
             WorkerError: the loop has not ended.
         """
         self._require_complete()
-        return {n: value if isinstance(value, int) else float(value) for n, value in self._total.items()}
+        return {name: total(numbers) for name, numbers in self._numbers.items()}
 
     @property
     def means(self) -> dict[str, float]:
@@ -202,8 +222,7 @@ class Evaluation(Iterator[Any]):
         Raises:
             WorkerError: the loop has not ended.
         """
-        self._require_complete()
-        return {name: float(value / self._length) for name, value in self._total.items()}
+        return {name: value / self._length for name, value in self.sums.items()}
 
     def _require_complete(self) -> None:
         if not self._is_complete:
@@ -221,65 +240,46 @@ class Evaluation(Iterator[Any]):
                     "trainer.evaluation() needs the model in evaluation mode: call model.eval() before the "
                     "loop, and model.train() after it"
                 )
-            exchange = self._exchange
-            others = [rank for rank in range(exchange.replicas) if rank != exchange.rank]
-            if others:
+            exchange, replicas = self._exchange, self._exchange.replicas
+            count = -(-self._length // self._batch_size)
+            # All replicas gather for the last batches if these are fewer than the replicas.
+            end = count // replicas * replicas if self._gathers else count
+            if exchange.others:
                 self._copy_buffers()
-            if self._gathered is not None:
-                yield from self._gathered_batches(self._gathered)
-                return
-            yield from self._batches_of(exchange.rank)
-            own = self._settle()
-            self._add(own)
-            missing = self._exchange_results(own, others) if others else set()
-            for rank in sorted(missing):
-                yield from self._batches_of(rank)
-            self._add(self._settle())
+            self._is_shared = self._gathers and replicas > 1
+            yield from self._batches_of(range(exchange.rank, end, replicas))
+            self._is_shared = False
+            if exchange.others:
+                self._exchange_results()
+            for rank, (round_, _) in sorted(self._missing.items()):
+                self._replaces = rank
+                yield from self._batches_of(range(rank + round_ * replicas, end, replicas))
+            self._replaces = None
+            yield from self._batches_of(range(end, count))
+            self._settle()
             self._is_complete = True
 
-    def _gathered_batches(self, gathered: GatheredValues) -> Iterator[Any]:
-        exchange, size = self._exchange, self._batch_size
-        replicas, own = exchange.replicas, exchange.rank
-        rounds = -(-self._length // size) // replicas
-
-        def numbers_of(rank: int, first: int = 0) -> range:
-            return range(rank + first * replicas, rounds * replicas, replicas)
-
-        def deliver(numbers: range, **place: Any) -> Iterator[Any]:
-            batches = self._batches_from(
-                range(numbers.start * size, numbers.stop * size, numbers.step * size)
-            )
-            for number, batch in zip(numbers, batches, strict=False):
-                gathered.begin(number // replicas, **place)
-                yield batch
-
-        yield from deliver(numbers_of(own), is_shared=replicas > 1)
-        if replicas > 1:
-            exchange.post("read")
-            if own == 0:
-                exchange.read("read", list(range(1, replicas)), READING_TIME)
-        for rank, first in gathered.missing.items():
-            yield from deliver(numbers_of(rank, first), is_shared=False, of_rank=rank)
-        last = range(rounds * replicas, -(-self._length // size))
-        yield from deliver(last, is_shared=False)
-        self._is_complete = True
-
-    def _exchange_results(self, own: dict[str, Sum], others: list[int]) -> set[int]:
-        """Add the results of other replicas, and return those whose results have not come."""
-        exchange = self._exchange
-        sums = {name: encoded_sum(value) for name, value in own.items()}
-        exchange.post("results", [self._length, self._batch_size, sums, self._collected])
-        found = exchange.read("results", others)
-        for each in found.values():
-            self._add_results(*each)
+    def _exchange_results(self) -> None:
+        """Add the results of the other replicas, unless they were gathered, and note which have not come."""
+        exchange, others = self._exchange, self._exchange.others
+        if not self._gathers:
+            self._settle()
+            exchange.post("results", [self._length, self._batch_size, self._numbers, self._collected])
+            found = exchange.read("results", others)
+            for each in found.values():
+                self._add_results(*each)
+            self._missing = {rank: (0, 0) for rank in others if rank not in found}
         exchange.post("read")
         if exchange.rank == 0:
             exchange.read("read", others, READING_TIME)
             exchange.retract("results", range(exchange.replicas))
-        return set(others) - set(found)
 
     def _add_results(
-        self, length: int, batch_size: int, sums: dict[str, Any], collected: dict[int, list[Any]]
+        self,
+        length: int,
+        batch_size: int,
+        numbers: dict[str, list[Number]],
+        collected: dict[int, list[Any]],
     ) -> None:
         if (length, batch_size) != (self._length, self._batch_size):
             raise WorkerError(
@@ -287,44 +287,39 @@ class Evaluation(Iterator[Any]):
                 f"{self._exchange.rank}, but {length} in batches of {batch_size} on another: pass the same "
                 "data set and batch_size on all replicas"
             )
-        self._add({name: decoded_sum(value) for name, value in sums.items()})
+        self._extend(numbers)
         self._collected.update(collected)
 
-    def _batches_of(self, rank: int) -> Iterator[Any]:
-        yield from self._batches_from(
-            range(rank * self._batch_size, self._length, self._exchange.replicas * self._batch_size)
-        )
-
-    def _batches_from(self, starts: range) -> Iterator[Any]:
-        if not starts:
+    def _batches_of(self, numbers: range) -> Iterator[Any]:
+        """Yield the batches with these numbers."""
+        if not numbers:
             return
+        size = self._batch_size
         loader: DataLoader[Any] = DataLoader(
             self._dataset,  # type: ignore[arg-type]
             batch_sampler=(  # one by one, because there may be many
-                list(range(start, min(start + self._batch_size, self._length))) for start in starts
+                list(range(number * size, min((number + 1) * size, self._length))) for number in numbers
             ),
             generator=torch.Generator().manual_seed(0),
             **self._options,
         )
         try:
-            for start, batch in zip(starts, loader, strict=True):
+            for number, batch in zip(numbers, loader, strict=True):
                 # Again, if the batch was evaluated before by a replica whose results have not come.
-                self._start = start
+                self._batch, self._calls = number, 0
                 yield batch
         finally:
-            self._start = None
+            self._batch = None
 
-    # -- sums -------------------------------------------------------------------------------------------
+    def _settle(self) -> None:
+        """Read the numbers that were added since the last call."""
+        added, self._added = self._added, {}
+        if not self._gathers:
+            self._extend({name: list(_numbers(values)) for name, values in added.items()})
 
-    def _settle(self) -> dict[str, Sum]:
-        """Return the sums of what was added since the last call."""
-        sums = {name: exact_sum(_numbers(values)) for name, values in self._pending.items()}
-        self._pending.clear()
-        return sums
-
-    def _add(self, sums: dict[str, Sum]) -> None:
-        for name, value in sums.items():
-            self._total[name] = self._total.get(name, 0) + value
+    def _extend(self, numbers: Mapping[str, Sequence[Number]]) -> None:
+        for name, values in numbers.items():
+            self._numbers.setdefault(name, []).extend(values)
 
     # -- buffers ----------------------------------------------------------------------------------------
 
@@ -399,6 +394,7 @@ class Exchange:
     def __init__(self, group: ReplicaGroup, place: tuple[int, int, int], number: int) -> None:
         self._group = group
         self.rank, self.replicas = group.rank, group.replicas
+        self.others = [rank for rank in range(group.replicas) if rank != group.rank]
         self._place = place
         self._name = "/".join(map(str, ("evaluation", *place, number)))
         self._parts: dict[str, int] = defaultdict(int)
@@ -463,61 +459,6 @@ class Exchange:
         return f"{self._name}/{kind}/{part}"
 
 
-class GatheredValues:
-    """Exchanges what the program gathers for its batches, and knows which values of other ranks are missing.
-
-    Round t has one batch of each rank, and in each batch the program may gather several times. From the first
-    value on that does not come from a rank, because it is lost or does not evaluate, none is expected.
-    """
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._missing: dict[int, tuple[int, int]] = {}
-        self._found: set[int] = set()
-        self._posted: list[str] = []
-        """What others may not have read yet."""
-        self._round = self._call = 0
-        self._redelivers: int | None = None
-        self._is_shared = False
-
-    def begin(self, round_: int, *, is_shared: bool, of_rank: int | None = None) -> None:
-        """Begin with a batch: one of the rank `of_rank`, delivered in its place, if it is given.
-
-        It is shared if each other rank has another batch of this round.
-        """
-        self._round, self._call, self._is_shared, self._redelivers = round_, 0, is_shared, of_rank
-
-    @property
-    def missing(self) -> dict[int, int]:
-        """The rounds from which on the batches of other ranks are to be evaluated in their place, by rank."""
-        return {rank: round_ for rank, (round_, _) in sorted(self._missing.items())}
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks that have a batch of this round and were not lost, by rank."""
-        place = self._round, self._call
-        self._call += 1
-        if self._redelivers is not None:
-            return [value] if place >= self._missing[self._redelivers] else []
-        if not self._is_shared:
-            return [value]
-        exchange = self._exchange
-        kind = f"gather/{place[0]}/{place[1]}"
-        exchange.post(kind, value)
-        self._posted.append(kind)
-        others = [rank for rank in range(exchange.replicas) if rank != exchange.rank]
-        expected = [rank for rank in others if rank not in self._missing]
-        found = exchange.read(kind, expected, taking_part=self._found)
-        if len(found) == len(others):
-            # A rank posts its next value after it has read those before.
-            for posted in self._posted[:-1]:
-                exchange.retract(posted, [exchange.rank])
-            del self._posted[:-1]
-        self._found.update(found)
-        self._missing.update((rank, place) for rank in expected if rank not in found)
-        values = {**found, exchange.rank: value}
-        return [values[rank] for rank in sorted(values)]
-
-
 class EvaluationSequence:
     """Numbers the evaluations and sums of a program, so that all replicas exchange what belongs together.
 
@@ -575,8 +516,7 @@ class EvaluationSequence:
         A replica that is lost, or at another place, takes no part.
         """
         exchange = self.next()
-        others = [rank for rank in range(exchange.replicas) if rank != exchange.rank]
-        if not others:
+        if not exchange.others:
             return {name: float(value) for name, value in values.items()}
         numbers = list(map(float, values.values()))
         exchange.post(_NUMBERS, numbers)
@@ -584,20 +524,14 @@ class EvaluationSequence:
         while len(self._sums) > 2:
             # Who posts numbers has read those before the last.
             self._sums.popleft().retract(_NUMBERS, [exchange.rank])
-        found = {exchange.rank: numbers, **exchange.read(_NUMBERS, others)}
+        found = {exchange.rank: numbers, **exchange.read(_NUMBERS, exchange.others)}
         for rank, each in found.items():
             if len(each) != len(values):
                 raise WorkerError(
                     f"trainer.sum_over_replicas() got {len(values)} values on rank {exchange.rank}, but "
                     f"{len(each)} on rank {rank}: call it with the same names on all replicas"
                 )
-        # In the order of the ranks, so that rounding is the same on all replicas.
-        columns = zip(*(found[rank] for rank in sorted(found)), strict=True)
-        return dict(zip(values, map(_sum, columns), strict=True))
-
-
-def _sum(numbers: tuple[float, ...]) -> float:
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+        return dict(zip(values, map(total, zip(*found.values(), strict=True)), strict=True))
 
 
 def average(training: Context, tensor: torch.Tensor) -> bool:
