@@ -8,19 +8,21 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, encode
+from adascale_worker.errors import WorkerError
+from adascale_worker.loop.generations import Membership
 from adascale_worker.membership import links as membership_links
-from adascale_worker.membership.generations import AgentConnection, Membership
-from adascale_worker.membership.links import AgentChannel, Formation, MembershipLinks, OtherVersionError
+from adascale_worker.membership.links import AgentChannel, Formation, MembershipLinks
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment, listen, package_version
 from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.state.state import State
 from support.launch import wait_until
 
 ADDRESS = "127.0.0.1"
@@ -65,6 +67,12 @@ class NoState:
         return False
 
     def synchronize(self, assignment: Assignment, formation: Formation) -> None: ...
+
+
+def membership_of(trainer: socket.socket, listener: socket.socket) -> Membership:
+    """Return the membership of a trainer, with its end of the connection with its agent."""
+    group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True, peer_timeout=PATIENCE)
+    return Membership(AgentChannel(trainer), listener, group, ShutdownRequest(), cast(State, NoState()))
 
 
 class ScriptedMember:
@@ -171,7 +179,7 @@ def test_a_handshake_proves_the_knowledge_of_the_secret_in_both_directions(
     member = connect()
     sent = {"generation": GENERATION, "rank": 1, "version": package_version(), "challenge": "ab" * 16}
     assert member.authenticate(challenge="ab" * 16) == {"mac": mac("coordinator", "ab" * 16, sent)}
-    member.send(type="arrived", state=None)
+    member.send(arrived=None)
     coordinator.links.arrive(STATE)
     wait_until(lambda: coordinator.links.all_arrived, "all members arrive", PATIENCE)
 
@@ -272,7 +280,7 @@ def test_a_message_before_the_handshake_is_refused(
     coordinator: Coordinator, connect: Callable[[], ScriptedMember]
 ) -> None:
     member = connect()
-    member.send(type="arrived", state=[9, 99, 999])
+    member.send(arrived=[9, 99, 999])
     require_no_arrival(coordinator, member)
 
 
@@ -323,9 +331,7 @@ def test_a_loss_in_an_earlier_generation_breaks_up_no_later_one(coordinator: Coo
     generation = coordinator.links.assignment.generation
     agent, trainer = socket.socketpair()
     with agent, trainer, listen(ADDRESS) as listener:
-        connection = AgentConnection(AgentChannel(trainer), listener, "", PATIENCE)
-        group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True)
-        membership = Membership(connection, group, ShutdownRequest(), NoState())
+        membership = membership_of(trainer, listener)
         membership._links = coordinator.links
         membership.peers_lost(generation - 1)
         coordinator.links.arrive(STATE)
@@ -347,12 +353,10 @@ def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
     monkeypatch.setattr(membership_links, "package_version", version_of_thread)
     agent, trainer = socket.socketpair()
     with agent, trainer, listen(ADDRESS) as listener:
-        connection = AgentConnection(AgentChannel(trainer), listener, "", PATIENCE)
-        group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True)
-        membership = Membership(connection, group, ShutdownRequest(), NoState())
+        membership = membership_of(trainer, listener)
         membership.start()
         agent.sendall(encode(coordinator.assignments[1]))
-        with pytest.raises(OtherVersionError) as error:
+        with pytest.raises(WorkerError) as error:
             membership.join(NoState().synchronize)
         assert "this replica has version 9.9 of adascale-operator" in str(error.value)
         assert f"have version {own}: use the same image" in str(error.value)

@@ -10,45 +10,55 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, cast
 
-from adascale_core.messages.channel import Assignment, Finished, Holding, Ready, Release, Running
+from adascale_core.messages.channel import (
+    AgentMessage,
+    Assignment,
+    Finished,
+    Hold,
+    Holding,
+    Ready,
+    Release,
+    Running,
+    Terminate,
+)
 from adascale_worker.membership.links import AgentChannel
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
-
-if TYPE_CHECKING:
-    from adascale_worker.membership.generations import Membership
 
 descriptor = environment.take_agent_channel(os.environ)
 assert descriptor is not None
 channel = AgentChannel(descriptor)
 
 
-class Receiver:
-    def assign(self, assignment: Assignment) -> None:
-        environment.apply_settings(os.environ, assignment.env)
-        channel.send(Running(assignment.generation))
+newest: list[Assignment | Release] = []
 
-    def hold(self, generation: int) -> None:
-        channel.send(Holding(generation, step=0))
 
-    def terminate(self) -> None:
-        if "stubborn" not in sys.argv:
+def handle(message: AgentMessage) -> None:
+    match message:
+        case Assignment():
+            environment.apply_settings(os.environ, message.env)
+            newest.append(message)
+            channel.send(Running(message.generation))
+        case Release():
+            newest.append(message)
+        case Hold():
+            channel.send(Holding(message.generation, step=0))
+        case Terminate() if "stubborn" not in sys.argv:
             os._exit(75)
 
 
-channel.start(cast("Membership", Receiver()))
+channel.start(handle)
 listener = listen("127.0.0.1")
 channel.send(Ready(listener.getsockname()[1]))
-while channel.newest is None:
+while not newest:
     channel.wait(1)
 rank, replicas = os.environ["ADASCALE_RANK"], os.environ["ADASCALE_REPLICAS"]
 print(f"replica {rank} of {replicas}, who: {os.environ.get('WHO')}", flush=True)
 
 match sys.argv[1:]:
     case ["sleep"]:
-        while not isinstance(channel.newest, Release):
+        while not isinstance(newest[-1], Release):
             channel.wait(600)
         sys.exit(75)
     case ["stubborn"]:

@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from adascale_client import MetricsServiceClient
-from adascale_core.names import ENV_ADDRESS
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.step_failure import kind_of
-from adascale_worker.membership.generations import AgentConnection
 from adascale_worker.membership.links import AgentChannel
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
-from adascale_worker.process.environment import TrainerSettings, listen, resolve_settings
+from adascale_worker.process.environment import TrainerSettings, resolve_settings
 from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.reporting.progress import TrainingProgress
@@ -46,8 +44,8 @@ if TYPE_CHECKING:
     from adascale_worker.loop.agreement import LoopDepartures
     from adascale_worker.loop.evaluation import EvaluationSequence
     from adascale_worker.loop.failures import MemoryShortage
+    from adascale_worker.loop.generations import Membership
     from adascale_worker.loop.steps import StepUndo
-    from adascale_worker.membership.generations import Membership
     from adascale_worker.program.optimizers import Optimizers
     from adascale_worker.program.parts import ProgramParts
     from adascale_worker.program.program_loop import ProgramLoop
@@ -178,17 +176,12 @@ class Replica:
     planner: BatchPlanner
     checkpointing: Checkpointing
     snapshot_memory: SnapshotMemory | None  # in the memory of the agent
-    agent: AgentConnection | None  # None without an agent
+    channel: AgentChannel | None  # None without an agent
     accelerator: str  # the type of accelerator, under which measurements are stored
     tracker: Tracker | None  # gets the reports too
     run: RunIdentity  # in the tracker
     shutdown_request: ShutdownRequest
     process_exit: ProcessExit
-
-    @property
-    def channel(self) -> AgentChannel | None:
-        """The channel of the agent; None without one."""
-        return None if self.agent is None else self.agent.channel
 
 
 @dataclass(eq=False, kw_only=True)
@@ -223,7 +216,7 @@ class Context(TrainedReplica):
 
 def make_replica(
     arguments: environment.JobSettings,
-    channel: socket.socket | None,
+    agent_socket: socket.socket | None,
     replica_store: str | None,
     snapshot_files: Sequence[str],
     device: torch.device | str | None,
@@ -234,7 +227,7 @@ def make_replica(
     """Make the parts of a trainer that need no model, and form its process group unless an agent does."""
     environ = os.environ
     processes = environment.read_processes(environ)
-    has_agent = channel is not None or replica_store is not None
+    has_agent = agent_socket is not None or replica_store is not None
     assignment, process = (
         environment.read_agent_assignment(environ) if has_agent else environment.read_assignment(environ),
         0,
@@ -244,12 +237,12 @@ def make_replica(
     elif processes is not None:
         assignment, process = environment.divide_into_replicas(assignment, processes)
     selected = select_device(device, process if has_agent else assignment.local_rank)
-    if channel is not None and selected.type == "cuda" and processes is None:
+    if agent_socket is not None and selected.type == "cuda" and processes is None:
         unused = describe_unused_gpus(torch.cuda.device_count())
         if unused is not None:
             print(f"adascale: {unused}", file=sys.stderr, flush=True)
     accelerator = environment.read_accelerator(environ) or kind_of(selected)
-    timeout = environment.read_peer_timeout(environ) if has_agent else None
+    timeout = environment.read_peer_timeout(environ) if has_agent else math.inf
     own = None if processes is None else ReplicaProcesses(process, processes, selected)
     group = ReplicaGroup(assignment, selected, own, is_elastic=has_agent, peer_timeout=timeout)
     if type(seed) is not int or not -(2**63) <= seed < 2**64:
@@ -268,12 +261,6 @@ def make_replica(
     checkpointing = Checkpointing(
         settings.checkpoint_dir, settings.checkpoint_interval, group, lambda: shutdown_request.is_made
     )
-    agent = None
-    if timeout is not None:
-        listener = listen(environ.get(ENV_ADDRESS, "127.0.0.1"))
-        secret = environment.read_secret(environ)
-        connected = AgentChannel(channel, replica_store)
-        agent = AgentConnection(connected, listener, secret, timeout, accelerator)
     return Replica(
         device=selected,
         seed=seed,
@@ -283,7 +270,7 @@ def make_replica(
         planner=planner,
         checkpointing=checkpointing,
         snapshot_memory=_open_snapshots(snapshot_files) if processes is None and has_agent else None,
-        agent=agent,
+        channel=AgentChannel(agent_socket, replica_store) if has_agent else None,
         accelerator=accelerator,
         tracker=tracker,
         run=RunIdentity(_run_of_job(incarnation)),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adascale_core.names import ENV_JOINS_OTHERS
+from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.errors import ReplicaCheckError, WorkerError
 from adascale_worker.gradients.accumulation import Accumulation, BackwardGuard
@@ -28,13 +28,13 @@ from adascale_worker.loop.agreement import LoopDepartures, StepAgreement
 from adascale_worker.loop.context import Context, Replica, TrainedReplica, make_reporter
 from adascale_worker.loop.evaluation import EvaluationSequence
 from adascale_worker.loop.failures import Failures, MemoryShortage, StepWatchdog
-from adascale_worker.loop.generations import Generations
+from adascale_worker.loop.generations import Generations, Membership
 from adascale_worker.loop.steps import SeveralOptimizers, Steps, StepUndo
 from adascale_worker.loop.training_loop import TrainingLoop
-from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
 from adascale_worker.process.device import DeviceClock, find_fault
+from adascale_worker.process.environment import listen
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
@@ -66,7 +66,7 @@ class Training(Context):
         trained = _trained_replica(replica, parts, registered, hyperparameters, scaler)
         group, progress, program, loop = trained.group, trained.progress, trained.program, trained.loop
         settings, optimizer = trained.job.settings, trained.optimizer
-        is_saved = trained.checkpointing.enabled or trained.agent is not None
+        is_saved = trained.checkpointing.enabled or trained.channel is not None
         feed = DataFeed(settings.bounds, group, trained.seed, progress, trained.division, is_saved=is_saved)
         telemetry = Telemetry(
             settings.bounds,
@@ -105,8 +105,14 @@ class Training(Context):
             comparison=WeightComparison(program.model, optimizer, group),
             state=state,
             membership=None
-            if trained.agent is None
-            else Membership(trained.agent, group, trained.shutdown_request, state),
+            if trained.channel is None
+            else Membership(
+                trained.channel,
+                listen(os.environ.get(ENV_ADDRESS, "127.0.0.1")),
+                group,
+                trained.shutdown_request,
+                state,
+            ),
             departures=LoopDepartures(group),
             evaluations=EvaluationSequence(group, progress, telemetry.step_timer, loop),
         )
@@ -138,7 +144,7 @@ class Training(Context):
         self._require_sound_devices()
         if os.environ.get(ENV_JOINS_OTHERS) == "1" and not self.group.has_mesh:
             self.generations.prepare_to_receive()
-        self.membership.start()
+        self.membership.start(self.accelerator)
         self.generations.enter()
 
     def _require_sound_devices(self) -> None:

@@ -1,5 +1,5 @@
-"""The replicas that train together: how a trainer enters a generation, and what the replicas exchange.
+"""The replicas that train together, and what they exchange.
 
 `links` connects the trainer with its agent, and the members of a generation. `process_group` forms torch's
-process group, in which they communicate. `generations` goes from one generation to the next.
+process group, in which they communicate. `loop.generations` goes from one generation to the next.
 """

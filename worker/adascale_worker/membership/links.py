@@ -2,13 +2,12 @@
 
 The members connect to the member of rank 0. A connection that is closed without `leave`, or silence for the
 peer timeout, means that the member at its other end is lost. Both ends authenticate each other by a secret of
-the job, and need the same version of this package. After the handshake, each line is a JSON object:
+the job, and need the same version of this package. Then each line is a JSON object of what is new:
 
-- `alive`: sent at an interval.
-- `arrived`: the member has left its previous generation; with the state that it has. Rank 0 sends it too.
+- `arrived`: the member has left its previous generation, with this state. Rank 0 sends it too.
 - `follow`: the member has no state, and listens on this port for that of rank 0, which still trains.
-- `form`: from rank 0, when all have arrived: the states of all members and the port of the store.
-- `broken`: the generation cannot continue; `lost` has the replicas that are lost.
+- `form`: from rank 0, when all have arrived: the port of the store, and the states of all members.
+- `lost`: the generation cannot continue, and these replicas are lost.
 - `leave`: the member closes the connection on purpose.
 """
 
@@ -26,29 +25,22 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from adascale_core.messages.channel import (
     AgentMessage,
     Assignment,
-    Hold,
     Limited,
-    Refuse,
-    Release,
     Terminate,
     TrainerMessage,
     agent_message,
     encode,
 )
 from adascale_core.names import LIMIT_FILE_SUFFIX
-from adascale_worker.errors import WorkerError
 from adascale_worker.process.environment import package_version
-
-if TYPE_CHECKING:
-    from adascale_worker.membership.generations import Membership
 
 MIN_ARRIVAL_TIMEOUT: Final = 10.0
 """Seconds for a member to connect while a generation is formed; more if the peer timeout is long."""
@@ -78,26 +70,20 @@ class AgentChannel:
         self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
         self._changed = threading.Condition()
         self._changes = self._known_changes = 0
-        self.newest: Assignment | Release | None = None
-        """The message for the newest generation; None before the first."""
-        self.refusal: str | None = None
-        """Why the agent refuses this trainer; None if it does not."""
         self.is_closed = False
         """Whether the agent has closed the connection."""
         self._sending = threading.Lock()
 
-    def start(self, receiver: Membership) -> None:
-        """Start to receive messages, for `receiver`, in a thread."""
+    def start(self, handle: Callable[[AgentMessage], None]) -> None:
+        """Start to call `handle` with each message, in a thread, and with `Terminate` when the agent is gone.
+
+        The end of an agent ends its child process, which may be a shell that has started this one.
+        """
         if self._socket is not None:
-            arguments = self._socket, receiver
+            arguments = self._socket, handle
             threading.Thread(
                 target=self._receive, args=arguments, name="adascale-agent-channel", daemon=True
             ).start()
-
-    @property
-    def newest_generation(self) -> int:
-        """The generation of `newest`; 0 before the first."""
-        return 0 if self.newest is None else self.newest.generation
 
     def wait(self, timeout: float) -> None:
         """Wait for a message or a call of `notify` since the last `wait`, at most `timeout` seconds.
@@ -125,28 +111,14 @@ class AgentChannel:
                 draft.write_bytes(encode(message))
                 draft.replace(self._limit)
 
-    def _receive(self, channel: socket.socket, receiver: Membership) -> None:
+    def _receive(self, channel: socket.socket, handle: Callable[[AgentMessage], None]) -> None:
         with contextlib.suppress(OSError), channel.makefile("r", encoding="utf-8") as lines:
             for line in lines:
-                self._handle(agent_message(line), receiver)
+                if (message := agent_message(line)) is not None:
+                    handle(message)
+                    self.notify()
         self.is_closed = True
-        # The death of an agent ends its child process, which may be a shell that has started this one.
-        receiver.terminate()
-        self.notify()
-
-    def _handle(self, message: AgentMessage | None, receiver: Membership) -> None:
-        match message:
-            case Refuse(reason):
-                self.refusal = reason
-            case Terminate():
-                receiver.terminate()
-            case Hold(generation):
-                receiver.hold(generation)
-            case Assignment() if message.generation > self.newest_generation:
-                receiver.assign(message)
-                self.newest = message
-            case Release() if message.generation > self.newest_generation:
-                self.newest = message
+        handle(Terminate())
         self.notify()
 
 
@@ -159,10 +131,6 @@ class PeersLostError(Exception):
     """The generation cannot continue, because members are lost or the members cannot communicate."""
 
 
-class OtherVersionError(WorkerError):
-    """The members of the generation have another version of this package."""
-
-
 @dataclass(frozen=True)
 class Formation:
     """What all members know when they form the group of a generation."""
@@ -170,6 +138,11 @@ class Formation:
     store_port: int  # port of torch's store, at the address of rank 0
     # the state that each member has, in the order of ranks; None for a member without state
     states: tuple[StateNumber | None, ...]
+
+    @classmethod
+    def of(cls, store_port: int, states: Sequence[Sequence[int] | None]) -> Formation:
+        """Return what was sent as JSON."""
+        return cls(int(store_port), tuple(map(_state_number, states)))
 
     @property
     def sources(self) -> list[int]:
@@ -221,10 +194,12 @@ class MembershipLinks:
         self._pending: list[_Link] = []
         self._departed: set[int] = set()
         self._arrived: dict[int, StateNumber | None] = {}
-        self._arrived_at: float | None = None
+        self._waits_since: float | None = None
+        """When this member has arrived, or has begun to wait for the state."""
         self.followers: dict[int, tuple[int, str]] = {}
         """On rank 0: the port and the challenge of each member that waits for the state, by rank."""
-        self._following: tuple[int, str] | None = None
+        self._news: dict[str, Any] = {}
+        """All that this member has sent to the others."""
         self._closing = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
@@ -244,11 +219,9 @@ class MembershipLinks:
         """Report to the others that this member has left its previous generation, and what state it has."""
 
         def command() -> None:
-            self._arrived_at = time.monotonic()
+            self._waits_since = time.monotonic()
             self._arrived[self.assignment.rank] = state
-            for link in self._links.values():
-                self._send_arrival(link)
-            self._on_change(self)
+            self._publish(arrived=state)
 
         self._submit(command)
 
@@ -257,9 +230,8 @@ class MembershipLinks:
         challenge = secrets.token_hex(16)
 
         def command() -> None:
-            self._arrived_at, self._following = time.monotonic(), (port, challenge)
-            for link in self._links.values():
-                self._send_following(link)
+            self._waits_since = time.monotonic()
+            self._publish(follow=[port, challenge])
 
         self._submit(command)
         return self._mac("state", challenge, self.assignment.rank, package_version())
@@ -294,15 +266,13 @@ class MembershipLinks:
                 self._selector.unregister(self._listener)
             states = tuple(self._arrived[rank] for rank in range(len(self.assignment.members)))
             self.formation = Formation(port, states)
-            for link in self._links.values():
-                self._send(link, type="form", port=port, states=states)
-            self._on_change(self)
+            self._publish(form=[port, states])
 
         self._submit(command)
 
     def break_up(self) -> None:
         """Let all members know that this member cannot continue in the generation."""
-        self._submit(lambda: self._break(frozenset()))
+        self._submit(self._break)
 
     def close(self) -> None:
         """Send `leave` to the other members, and stop."""
@@ -332,12 +302,11 @@ class MembershipLinks:
             if now >= beat_at:
                 beat_at = now + interval
                 for link in self._links.values():
-                    self._send(link, type="alive")
+                    self._send(link)
+            wake_at = beat_at
             if not self._is_coordinator and 0 not in self._links and not self._pending:
                 self._connect(now)
-            wake_at = beat_at
-            if not self._is_coordinator and 0 not in self._links:
-                wake_at = min(wake_at, max(self._retry_at, now))
+                wake_at = min(wake_at, self._retry_at)
             for key, _ in self._selector.select(max(0.0, wake_at - now)):
                 self._on_ready(key.data)
             while not self._commands.empty():
@@ -362,7 +331,7 @@ class MembershipLinks:
     def _end(self) -> None:
         for link in [*self._links.values(), *self._pending]:
             if link.rank is not None:
-                self._send(link, type="leave")
+                self._send(link, leave=True)
             link.connection.close()
         self._selector.close()
         self._wake_receiver.close()
@@ -376,7 +345,7 @@ class MembershipLinks:
         for link in list(self._pending):
             if self._is_coordinator and now - link.heard_at > self._peer_timeout:
                 self._drop(link)
-        since = self._arrived_at
+        since = self._waits_since
         if since is None or self.broken or self.formation is not None:
             return
         timeout = max(MIN_ARRIVAL_TIMEOUT, 2 * self._peer_timeout)
@@ -387,26 +356,21 @@ class MembershipLinks:
             others = range(1, len(self.assignment.members)) if self._is_coordinator else [0]
             missing = {self.assignment.members[rank].replica for rank in others if rank not in self._links}
             if missing:
-                self._break(frozenset(missing))
+                self._break(missing)
 
     # -- connections --------------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
-        if now < self._retry_at or 0 in self._departed:
-            self._retry_at = max(self._retry_at, now + self._reconnect_interval(now))
+        if now < self._retry_at:
             return
-        self._retry_at = now + self._reconnect_interval(now)
-        coordinator = self.assignment.members[0]
-        try:
-            connection = socket.create_connection((coordinator.address, coordinator.port), timeout=1.0)
-        except OSError:
-            return
-        self._add(connection)
-
-    def _reconnect_interval(self, now: float) -> float:
+        interval = RECONNECT_INTERVAL if now - self._began < 1.0 else PATIENT_RECONNECT_INTERVAL
         if self.broken:
-            return BROKEN_RECONNECT_INTERVAL * self._random.uniform(0.5, 1.0)
-        return RECONNECT_INTERVAL if now - self._began < 1.0 else PATIENT_RECONNECT_INTERVAL
+            interval = BROKEN_RECONNECT_INTERVAL * self._random.uniform(0.5, 1.0)
+        self._retry_at = now + interval
+        coordinator = self.assignment.members[0]
+        if 0 not in self._departed:
+            with contextlib.suppress(OSError):
+                self._add(socket.create_connection((coordinator.address, coordinator.port), timeout=1.0))
 
     def _accept(self) -> None:
         try:
@@ -480,23 +444,24 @@ class MembershipLinks:
             else:
                 self._authenticate_coordinator(link, message)
             return
-        match message["type"]:
-            case "arrived":
-                self._arrived[link.rank] = state_number(message["state"])
-                self._on_change(self)
-            case "follow":
-                self.followers[link.rank] = int(message["port"]), str(message["challenge"])
-            case "form":
-                self.formation = Formation(int(message["port"]), tuple(map(state_number, message["states"])))
-                self._on_change(self)
-            case "broken":
-                self._break(frozenset(int(replica) for replica in message["lost"]))
-            case "leave":
-                self._departed.add(link.rank)
-                self._drop(link)
-                if self.formation is None:
-                    # It has left for a newer generation, or ends.
-                    self._break(frozenset())
+        for kind, value in message.items():
+            match kind:
+                case "arrived":
+                    self._arrived[link.rank] = _state_number(value)
+                    self._on_change(self)
+                case "follow":
+                    self.followers[link.rank] = int(value[0]), str(value[1])
+                case "form":
+                    self.formation = Formation.of(*value)
+                    self._on_change(self)
+                case "lost":
+                    self._break(map(int, value))
+                case "leave":
+                    self._departed.add(link.rank)
+                    self._drop(link)
+                    if self.formation is None:
+                        # It has left for a newer generation, or ends.
+                        self._break()
 
     def _authenticate_member(self, link: _Link, message: dict[str, Any]) -> None:
         rank = int(message["rank"])
@@ -523,27 +488,18 @@ class MembershipLinks:
             return
         self._send(link, mac=self._mac("coordinator", str(message["challenge"]), rank, package_version()))
         self._admit(link, rank)
-        if self.assignment.rank in self._arrived:
-            self._send_arrival(link)
-        if self.broken:
-            self._send(link, type="broken", lost=sorted(self.lost))
 
     def _authenticate_coordinator(self, link: _Link, message: dict[str, Any]) -> None:
         rank = self.assignment.rank
         if "refused" in message:
             self.refusal = str(message["refused"])
             self._drop(link)
-            self._break(frozenset())
+            self._break()
         elif "mac" in message:
             expected = self._mac("coordinator", link.challenge, rank, package_version())
             if not hmac.compare_digest(str(message["mac"]), expected):
                 raise ValueError("the coordinator does not know the secret of the job")
             self._admit(link, 0)
-            self._send_following(link)
-            if rank in self._arrived:
-                self._send_arrival(link)
-            if self.broken:
-                self._send(link, type="broken", lost=sorted(self.lost))
         else:
             link.challenge = secrets.token_hex(16)
             self._send(
@@ -561,14 +517,14 @@ class MembershipLinks:
         link.heard_at = time.monotonic()
         self._pending.remove(link)
         self._links[rank] = link
+        self._send(link, **self._news)
 
-    def _send_arrival(self, link: _Link) -> None:
-        self._send(link, type="arrived", state=self._arrived[self.assignment.rank])
-
-    def _send_following(self, link: _Link) -> None:
-        if self._following is not None:
-            port, challenge = self._following
-            self._send(link, type="follow", port=port, challenge=challenge)
+    def _publish(self, **news: Any) -> None:
+        """Send what is new to the others, and to those that connect later."""
+        self._news |= news
+        for link in self._links.values():
+            self._send(link, **news)
+        self._on_change(self)
 
     def _mac(self, role: str, challenge: str, rank: int, its_version: str) -> str:
         text = f"{role}|{challenge}|{self.assignment.generation}|{rank}|{its_version}"
@@ -577,20 +533,17 @@ class MembershipLinks:
     # -- losses -------------------------------------------------------------------------------------------
 
     def _lose(self, rank: int) -> None:
-        self._break(frozenset({self.assignment.members[rank].replica}))
+        self._break([self.assignment.members[rank].replica])
 
-    def _break(self, lost: frozenset[int]) -> None:
-        news = lost - self.lost - {self.assignment.replica}
-        if self.broken and not news:
-            return
-        self.broken = True
-        self.lost |= news
-        for link in self._links.values():
-            self._send(link, type="broken", lost=sorted(self.lost))
-        self._on_change(self)
+    def _break(self, lost: Iterable[int] = ()) -> None:
+        news = frozenset(lost) - self.lost - {self.assignment.replica}
+        if news or not self.broken:
+            self.broken = True
+            self.lost |= news
+            self._publish(lost=sorted(self.lost))
 
 
-def state_number(numbers: Sequence[int] | None) -> StateNumber | None:
+def _state_number(numbers: Sequence[int] | None) -> StateNumber | None:
     """Return the number of a state, which was sent as a list."""
     if numbers is None:
         return None

@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import itertools
 import json
+import math
 import secrets
 import sys
 import threading
@@ -94,7 +95,7 @@ class ReplicaGroup:
         own: ReplicaProcesses | None = None,
         *,
         is_elastic: bool = False,  # whether membership changes, which an agent controls
-        peer_timeout: float | None = None,  # seconds until a silent member is lost. None for no limit
+        peer_timeout: float = math.inf,  # seconds until a silent member is lost
     ) -> None:
         self.rank = assignment.rank
         self.replicas = assignment.replicas
@@ -113,7 +114,7 @@ class ReplicaGroup:
         self.is_elastic = is_elastic
         # Groups of one process share a store, unless each generation has its own.
         self._number = 0 if is_elastic else next(_NUMBERS)
-        self._peer_timeout = peer_timeout
+        self.peer_timeout = peer_timeout
         self._on_failure: Callable[[int], None] | None = None
         self._save: Callable[[], bool] | None = None
         self.device = device
@@ -192,8 +193,8 @@ class ReplicaGroup:
 
     def watch_processes(self) -> None:
         """End this process when another one of this replica is frozen, if an agent starts them again."""
-        if self._replica_store is not None and self.processes > 1 and self._peer_timeout is not None:
-            self.own.watch(f"{self._replica_store}-alive", self._peer_timeout)
+        if self._replica_store is not None and self.processes > 1 and math.isfinite(self.peer_timeout):
+            self.own.watch(f"{self._replica_store}-alive", self.peer_timeout)
 
     def observe(self, on_failure: Callable[[int], None] | None, save: Callable[[], bool] | None) -> None:
         """From now on, call `on_failure` with a generation in which members cannot communicate any more.
@@ -224,8 +225,8 @@ class ReplicaGroup:
         that it knows the secret, since torch's store and gloo accept every connection.
         """
         if self.processes > 1 and self.own.is_leader:
-            states = [None if state is None else list(state) for state in formation.states]
-            self.own.share([FORM, encode(assignment).decode(), formation.store_port, states, secret])
+            place = formation.store_port, formation.states
+            self.own.share([FORM, encode(assignment).decode(), *place, secret])
         try:
             self._form(assignment, store, formation, secret)
         except PeersLostError:
@@ -273,8 +274,8 @@ class ReplicaGroup:
                 own_port = [*gloo.listening_ports(created), 0][0]
                 greetings = self._authenticate([own_port, *_random_numbers()], secret)
                 self._sockets = gloo.connected_to(created, [port for port, *_ in greetings if port])
-                if self._peer_timeout is not None:
-                    gloo.keep_alive(self._sockets, self._peer_timeout)
+                if math.isfinite(self.peer_timeout):
+                    gloo.keep_alive(self._sockets, self.peer_timeout)
                 # Longer than for the formation.
                 set_timeout_of(self.process_group, MEMBER_TIMEOUT)
         finally:

@@ -83,10 +83,7 @@ class FollowedState(Protocol):
 
 
 class StateFollowing:
-    """The state of this replica, on its way to or from another one while that trains.
-
-    See `membership.generations.Following`.
-    """
+    """The state of this replica, on its way to or from another one while that trains."""
 
     def __init__(self, state: FollowedState, optimizer: ElasticAdaScale) -> None:
         self._state = state

@@ -64,7 +64,7 @@ class TrainerPart(Protocol):
 
 
 class State:
-    """The state of training of this replica. See `membership.generations.MemberState`.
+    """The state of training of this replica.
 
     While no other replica has the state, the agent keeps copies of it in memory. If this process is killed,
     the next one of the same agent continues from the newest copy.
