@@ -28,7 +28,7 @@ from reports_per_second import REPORT
 
 from adascale_api.data.database import Database
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import jobs, replicas, reports
+from adascale_api.data.store import jobs, reports
 from adascale_api.data.store.jobs import write_changes
 from adascale_api.data.store.reports import Retention
 from adascale_core.messages.allocation import Allocation
@@ -112,12 +112,12 @@ def begin(
         if index not in agents:
             agents[index] = f"agent-{index}-{generation}.1"
             waiting = a_registration(index, agents[index], ReplicaState.WAITING, 0, count)
-            replicas.register(transaction, job_id, waiting, now)
+            jobs.register(transaction, job_id, waiting, now)
     for index in [index for index in agents if index >= count]:
         del agents[index]
     for index in range(count):
         running = a_registration(index, agents[index], ReplicaState.RUNNING, generation, count)
-        replicas.register(transaction, job_id, running, now)
+        jobs.register(transaction, job_id, running, now)
 
 
 def a_registration(index: int, agent: str, state: ReplicaState, generation: int, size: int) -> Registration:

@@ -28,7 +28,7 @@ from metrics_service import RunningService, metrics_service
 from reports_per_second import REPORT
 
 from adascale_api.data.database import Database
-from adascale_api.data.store import jobs, replicas, reports
+from adascale_api.data.store import jobs, reports
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import (
@@ -87,7 +87,7 @@ async def store_jobs(url: str, count: int, size: int) -> None:
             jobs.declare(transaction, job_id, JobSpec(32, max_replicas=8), now)  # type: ignore[arg-type]
             jobs.allocate(transaction, job_id, Allocation(1, size), now)  # type: ignore[arg-type]
             for registration in registrations(size):
-                replicas.register(transaction, job_id, registration, now)  # type: ignore[arg-type]
+                jobs.register(transaction, job_id, registration, now)  # type: ignore[arg-type]
             new = [replace(REPORT, step=step, local_bsz=8 + step % 3) for step in range(20)]
             reports.post(transaction, job_id, new, now)  # type: ignore[arg-type]
 

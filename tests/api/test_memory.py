@@ -15,7 +15,7 @@ import pytest
 
 from adascale_api.data.database import Database
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import jobs, replicas
+from adascale_api.data.store import jobs
 from adascale_api.http.connection_limits import MAX_DATA
 from adascale_api.http.connections import MAX_HEAD
 from adascale_api.service.summaries import MAX_JOBS
@@ -36,7 +36,7 @@ async def store_large_jobs(path: Path, count: int) -> None:
         await asyncio.gather(
             *(
                 database.write(
-                    partial(replicas.register, job_id=f"default.{number:03}", registration=each, now=0.0)
+                    partial(jobs.register, job_id=f"default.{number:03}", registration=each, now=0.0)
                 )
                 for each in failed
             )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from adascale_api.data.database import Database, open_database
 from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
 from adascale_api.data.sql import Row, Session, Sql, Transaction
-from adascale_api.data.store import jobs, replicas
+from adascale_api.data.store import heartbeats, jobs
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.tables import OF_A_JOB
@@ -265,7 +265,7 @@ def test_a_generation_without_reports_for_long_has_used_replicas_until_its_last_
     job_id, began = new_job_id(), time.time()
     store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 2), now=began)
     for rank in (0, 1):
-        store.write(replicas.register, job_id=job_id, registration=a_registration(rank), now=began)
+        store.write(jobs.register, job_id=job_id, registration=a_registration(rank), now=began)
     reported = time.time() + 1
     store.write(report_store.post, job_id=job_id, new=[a_report(1)], now=reported)
     for now, end in ((reported + 30, reported + 30), (reported + 1000, reported)):
@@ -330,7 +330,7 @@ def test_the_cost_of_a_page_does_not_grow_with_the_number_of_jobs(sqlite_store: 
             job_id = f"a.{number:04}"
             failed = a_registration(0, ReplicaState.FAILED, log="log")
             jobs.declare(transaction, job_id, JobSpec(8), 0.0)
-            replicas.register(transaction, job_id, failed, 0.0)
+            jobs.register(transaction, job_id, failed, 0.0)
             report_store.post(transaction, job_id, [a_report()], 0.0)
 
     def costs(transaction: Transaction) -> dict[str, int]:
@@ -425,7 +425,7 @@ def test_jobs_are_removed_some_time_after_their_last_change_and_report(store: St
         for replica_state in (ReplicaState.WAITING, ReplicaState.RUNNING, ReplicaState.FINISHED):
             generation = 0 if replica_state is ReplicaState.WAITING else 1
             registration = a_registration(0, replica_state, generation=generation)
-            store.write(replicas.register, job_id=job_id, registration=registration, now=0.0)
+            store.write(jobs.register, job_id=job_id, registration=registration, now=0.0)
     changed_at = time.time()
     store.write(report_store.post, job_id=reporting, new=[a_report(1)], now=changed_at + 1000)
 
@@ -471,7 +471,7 @@ def test_a_rendezvous_is_stored_and_its_version_counts_the_changes(
     for rank, replica_state, generation in registered:
         registration = a_registration(rank, replica_state, generation=generation)
         after = rendezvous.register(state, registration)
-        job = store.write(replicas.register, job_id=job_id, registration=registration, now=NOW)
+        job = store.write(jobs.register, job_id=job_id, registration=registration, now=NOW)
         assert job.rendezvous == after
         versions.append(job.version)
         assert versions[-1] - versions[-2] == int(after != state)
@@ -503,17 +503,17 @@ def test_the_heartbeats_of_jobs_that_have_ended_are_removed(store: Store) -> Non
     for replica_state in (ReplicaState.WAITING, ReplicaState.RUNNING, ReplicaState.FINISHED):
         generation = 0 if replica_state is ReplicaState.WAITING else 1
         registration = a_registration(0, replica_state, generation=generation)
-        store.write(replicas.register, job_id=complete, registration=registration, now=0.0)
+        store.write(jobs.register, job_id=complete, registration=registration, now=0.0)
     store.write(jobs.delete_job, job_id=deleted, now=0.0)
     # By services that do not know yet that the jobs have ended.
-    store.write(replicas.add_heartbeats, received={(key, 0): "agent-0" for key in keys.values()})
-    assert store.read(replicas.count_heartbeats).keys() == {(key, 0) for key in keys.values()}
+    store.write(heartbeats.add, received={(key, 0): "agent-0" for key in keys.values()})
+    assert store.read(heartbeats.count).keys() == {(key, 0) for key in keys.values()}
 
     async def remove(database: Database) -> None:
         await remove_old_jobs(database, JobRetention(), 0.0)
 
     store.run(remove)
-    assert store.read(replicas.count_heartbeats).keys() == {(keys[training], 0)}
+    assert store.read(heartbeats.count).keys() == {(keys[training], 0)}
 
 
 def test_logs_are_stored_beside_the_state_and_bounded(store: Store) -> None:
@@ -521,11 +521,11 @@ def test_logs_are_stored_beside_the_state_and_bounded(store: Store) -> None:
     store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 40), now=0.0)
     for rank in range(40):
         failed = a_registration(rank, ReplicaState.FAILED, log=f"log {rank}", exit_code=1)
-        store.write(replicas.register, job_id=job_id, registration=failed, now=float(rank))
+        store.write(jobs.register, job_id=job_id, registration=failed, now=float(rank))
     job = store.job(job_id)
     assert "log 1" not in job.rendezvous_text
-    logs = store.read(replicas.logs, job=job)
-    assert logs == {(rank, f"agent-{rank}"): f"log {rank}" for rank in range(40 - replicas.MAX_LOGS, 40)}
+    logs = store.read(jobs.logs, job=job)
+    assert logs == {(rank, f"agent-{rank}"): f"log {rank}" for rank in range(40 - jobs.MAX_LOGS, 40)}
 
 
 def test_an_unreadable_job_harms_itself_only(store: Store) -> None:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from adascale_api.bodies import NO_NUL, JobSpecBody
 from adascale_api.data.job import skip_unreadable
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import jobs, replicas, reports
+from adascale_api.data.store import jobs, reports
 from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
 from adascale_api.http.request_body import object_body
 from adascale_api.routes.allocation import MAX_WAIT
@@ -218,7 +218,7 @@ def _views(transaction: Transaction, ids: Sequence[str], service: Service) -> Ca
         job = find(job_id)
         state = job.rendezvous
         ages = service.heartbeats.ages(job_id)
-        logs = replicas.logs(transaction, job)
+        logs = jobs.logs(transaction, job)
         times = reports.parse_step_times(job_id, step_times.get(job_id, []))
         found = JobView(
             id=job_id,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from adascale_api.data.database import Database
 from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import jobs, replicas
-from adascale_api.data.store.replicas import Counts
+from adascale_api.data.store import heartbeats, jobs
+from adascale_api.data.store.heartbeats import Counts
 from adascale_api.errors import UnavailableError
 from adascale_core.messages.registration import (
     Registration,
@@ -145,14 +145,14 @@ class HeartbeatMonitor:
         received, self._received = self._received, {}
         try:
             if received:
-                await self._database.write(replicas.add_heartbeats, received=received)
-            counts = await self._database.read(replicas.count_heartbeats)
+                await self._database.write(heartbeats.add, received=received)
+            counts = await self._database.read(heartbeats.count)
         except UnavailableError:
             self._received = {**received, **self._received}
             raise
         now = self._clock()
-        for heartbeats in self._jobs.values():
-            for heartbeat in heartbeats.values():
+        for of_job in self._jobs.values():
+            for heartbeat in of_job.values():
                 count, before = counts.get(heartbeat.place), self._counts.get(heartbeat.place)
                 if count is not None and count[0] == heartbeat.instance and count != before:
                     heartbeat.received_at = now
@@ -161,7 +161,7 @@ class HeartbeatMonitor:
     async def _expire(self, job_id: str) -> None:
         def expire(transaction: Transaction, job_id: str) -> None:
             # Read again: a heartbeat may have arrived while this waited for the last commit.
-            replicas.expire(transaction, job_id, self._overdue(job_id), self._wall_clock())
+            jobs.expire(transaction, job_id, self._overdue(job_id), self._wall_clock())
 
         try:
             await self._database.write(expire, job_id=job_id)

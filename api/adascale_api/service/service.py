@@ -13,7 +13,7 @@ from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Database
 from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import jobs, replicas
+from adascale_api.data.store import heartbeats, jobs
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.store.reports import Retention
 from adascale_api.errors import RefusedReplicaError, UnavailableError
@@ -158,7 +158,7 @@ class Service:
             return cached
         try:
             return await self.database.write(
-                replicas.register, job_id=job_id, registration=registration, now=self.clock()
+                jobs.register, job_id=job_id, registration=registration, now=self.clock()
             )
         except VersionMismatchError as error:
             raise RefusedReplicaError(str(error), self.heartbeats.timeout) from error
@@ -216,5 +216,5 @@ async def remove_old_jobs(database: Database, retention: JobRetention, now: floa
         except JobNotFoundError:
             continue
         logger.info("deleted job %s, which has not changed for long", job_id)
-    await database.write(replicas.remove_ended_heartbeats)
+    await database.write(heartbeats.remove_ended)
     await database.write(jobs.forget_versions, before=unfinished_before)

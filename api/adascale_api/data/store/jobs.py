@@ -1,7 +1,7 @@
-"""Jobs: their declaration, the state of their rendezvous, their generations, and the last decision."""
+"""Jobs: their declaration, the state of their rendezvous, logs, their generations, and the last decision."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +36,8 @@ MAX_GENERATIONS = 1000
 MAX_SILENCE = 60.0
 """Seconds without a report after which a generation that ends is taken to have ended with its last report:
 the service, or all replicas, had stopped then."""
+MAX_LOGS = 16
+"""Logs of a job that are kept, the latest: one shows why a program fails, and all replicas fail alike."""
 MAX_USED = 50_000
 """Generations that the use of the cluster is computed from, the latest."""
 
@@ -155,6 +157,48 @@ def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now:
     """Store a job's desired allocation. Creates the job if it does not exist."""
     job = lock_or_create(transaction, job_id, now)
     return apply(transaction, job, rendezvous.allocate, allocation=allocation)
+
+
+def register(transaction: Transaction, job_id: str, registration: Registration, now: float) -> StoredJob:
+    """Store a registration. Creates the job if it does not exist.
+
+    The log is stored separately: a state with the logs of all replicas would be read and written with every
+    registration.
+    """
+    job = lock_for_worker(transaction, job_id, registration, now)
+    without_log = replace(registration, log=None)
+    after = apply(transaction, job, rendezvous.register, registration=without_log)
+    stored = after.rendezvous.replicas.get(registration.replica)
+    if registration.log is None and after is job:
+        job.unchanging[registration.replica] = registration
+    if registration.log and stored == replace(without_log, key=""):
+        transaction.execute(
+            _UPSERT_LOG,
+            job_key=job.key,
+            replica=registration.replica,
+            instance=registration.instance,
+            log=registration.log,
+            stored_at=now,
+        )
+        transaction.execute(_REMOVE_OLD_LOGS, key=job.key, limit=MAX_LOGS)
+    return after
+
+
+def expire(transaction: Transaction, job_id: str, instances: Mapping[int, str], now: float) -> StoredJob:
+    """Remove the replicas of these agents, whose heartbeats have expired."""
+    job = lock_or_create(transaction, job_id, now)
+    overdue = [
+        index
+        for index, instance in instances.items()
+        if index in job.rendezvous.replicas and job.rendezvous.replicas[index].instance == instance
+    ]
+    return apply(transaction, job, rendezvous.expire, indices=overdue)
+
+
+def logs(transaction: Transaction, job: StoredJob) -> dict[tuple[int, str], str]:
+    """Return the logs of a job, by replica and its agent."""
+    rows = transaction.all(_LOGS, key=job.key)
+    return {(replica, instance): log for replica, instance, log in rows}
 
 
 def delete_job(transaction: Transaction, job_id: str, now: float) -> bool:
@@ -388,6 +432,16 @@ def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | No
 
 _LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")
 _FIND = "SELECT id, key, version FROM jobs WHERE id IN ({ids})"
+_LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")
+_UPSERT_LOG = upsert("logs", "job_key, replica", "instance", "log", "stored_at")
+_REMOVE_OLD_LOGS = Sql(
+    """
+    DELETE FROM logs WHERE job_key = :key AND replica IN (
+        SELECT replica FROM logs WHERE job_key = :key
+        ORDER BY stored_at DESC, replica LIMIT 1000000 OFFSET :limit
+    )
+    """
+)
 _LOCK = Sql("SELECT key, version FROM jobs WHERE id = :id", lock=True)
 _PAGE = Sql("SELECT id, key, version FROM jobs WHERE id > :after ORDER BY id LIMIT :limit")
 _INCOMPLETE_PAGE = Sql(
