@@ -16,7 +16,7 @@ from adascale_api.data.database import Database
 from adascale_api.errors import ErrorBody, NotFoundError, UnavailableError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.request_body import REFERENCE
-from adascale_api.routes import allocation, gain, jobs, logs, page, probes
+from adascale_api.routes import gain, jobs, logs, page, probes, workers
 from adascale_api.routes.common import SERVICE, add_error_handlers, error_response, response_to
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service, Settings
@@ -98,10 +98,9 @@ def create_app(
     )
     app.state.service = service
     add_error_handlers(app)
-    for routes in (gain, allocation, jobs, logs, page, probes):
+    for routes in (workers, gain, jobs, logs, page, probes):
         app.include_router(routes.router)
-    for router in (allocation.decision_router, jobs.changes_router):
-        app.include_router(router)
+    app.include_router(jobs.changes_router)
     return app
 
 
@@ -110,9 +109,8 @@ def create_runs_app(services: RunServices) -> ASGIApp:
     app = FastAPI(title="AdaScale runs", redirect_slashes=False, openapi_url=None, docs_url=None)
     app.state.service = services
     add_error_handlers(app)
-    decisions = allocation.decision_router
-    for router in (page.router, gain.router, decisions, jobs.router, logs.router):
-        app.include_router(router)
+    for routes in (page, gain, jobs, logs):
+        app.include_router(routes.router)
     return RunPaths(app, services)
 
 

@@ -22,7 +22,7 @@ from adascale_api.http.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
 from adascale_api.http.tls import MAX_CONNECTIONS as MAX_TLS_CONNECTIONS
 from adascale_api.http.tls import RequireTls, server_certificate
 from adascale_api.routes.common import response_to
-from adascale_api.routes.worker_endpoints import MetricsService
+from adascale_api.routes.workers import MetricsService
 from adascale_api.server import UsageError, is_loopback, open_limits, open_listener, remove_port_file, serve
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import DAY, DEFAULT_JOBS, DEFAULT_REPORTS, JobRetention, Settings

@@ -13,7 +13,7 @@ from starlette.types import Message
 from adascale_api.app import create_app
 from adascale_api.data.database import Database
 from adascale_api.routes.common import add_error_handlers
-from adascale_api.routes.worker_endpoints import MetricsService
+from adascale_api.routes.workers import MetricsService
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
 from api.client import TOKEN, Answer, Client, ServiceProcess, a_registration, a_report, wait_until

@@ -38,6 +38,8 @@ HIDDEN = frozenset(
 """The members that show where replicas are and what their programs print. Their values become empty."""
 METRICS = "metrics"
 """The member of a report with the program's own numbers, whose names are not hidden."""
+MAX_WAIT = 60.0
+"""Seconds that a request may wait for a change."""
 SERVICE = "service"
 """The attribute of a request's state with the service of the run that the request is for."""
 

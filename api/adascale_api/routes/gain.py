@@ -1,8 +1,8 @@
-"""Gain reports, which workers post, and predictions from them."""
+"""The gain reports of a job, and predictions from them."""
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, create_model
 
@@ -10,14 +10,13 @@ from adascale_api.bodies import GainReportBody
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.errors import NotFoundError
-from adascale_api.http.request_body import reports_body
-from adascale_api.routes.common import OF_A_JOB, READER, WORKER, JobId, ServiceOf, answer, errors
+from adascale_api.routes.common import OF_A_JOB, READER, JobId, ServiceOf, answer, errors
 from adascale_core.batch.plans import EfficiencyBound, valid_replicas
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.performance.goodput_table import predict
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_core.views.gain import GainView, HistoryView, PredictionView, StoredReports
+from adascale_core.views.gain import GainView, HistoryView, PredictionView
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"], responses=OF_A_JOB)
 
@@ -36,34 +35,6 @@ GainResponse = create_model(
     predictions=Annotated[list[PredictionView] | None, Field(description=_PREDICTIONS)],
 )
 """The JSON of a `GainView`, for the OpenAPI document."""
-
-
-@router.post(
-    "",
-    summary="Post a report or a list of reports",
-    dependencies=WORKER,
-    response_model=StoredReports,
-    responses=errors(413, 415),
-    openapi_extra=reports_body.openapi,
-)
-async def post_gain(
-    service: ServiceOf, job: JobId, body: Annotated[list[GainReport], Depends(reports_body)]
-) -> Response:
-    """Stores each report once per generation and step, so repeating a request has no effect. Stores all
-    reports of a request, or none. Answers with the job's generations, and with the seconds until the next
-    reports shall be posted, which grow with the number of jobs."""
-    posted = await service.database.write(
-        reports.post, job_id=job, new=body, now=service.clock(), retention=service.settings.reports
-    )
-    service.metrics.count_reports(posted.stored, posted.repeated)
-    # The text of the generations is kept, since all requests of a job have the same.
-    text = b'{"stored":%d,"repeated":%d,"allocation":%b,"post_interval":%a}' % (
-        posted.stored,
-        posted.repeated,
-        posted.job.view_json,
-        service.heartbeats.post_interval,
-    )
-    return Response(text, media_type="application/json")
 
 
 @router.get(

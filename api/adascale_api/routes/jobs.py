@@ -1,4 +1,4 @@
-"""Jobs, which the controller declares and deletes, and their changes, for clients that follow them."""
+"""What the controller calls: jobs, their allocations and explained decisions, and the changes of all jobs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,30 +6,37 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 
-from adascale_api.bodies import NO_NUL, JobSpecBody
+from adascale_api.bodies import NO_NUL, AllocationBody, DecisionBody, JobSpecBody
 from adascale_api.data.job import skip_unreadable
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
+from adascale_api.errors import ConflictBody, FieldError, InvalidInputError, NotFoundError
 from adascale_api.http.request_body import object_body
-from adascale_api.routes.allocation import MAX_WAIT
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,
+    MAX_WAIT,
     OF_A_JOB,
     READER,
     ClosedOf,
     JobId,
+    MayKnowJobs,
     MayReadAll,
     ServiceOf,
     answer,
+    error_response,
     errors,
 )
 from adascale_api.service.changes import one_of
 from adascale_api.service.service import Service, delete_in_pieces
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import InvalidJobError
+from adascale_core.job_id import parse_job_id
+from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
+from adascale_core.rendezvous.rendezvous import StaleAllocationError
+from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
 
 JOBS_TOGETHER = 25
@@ -40,6 +47,8 @@ _STEP_TIME_SIZE = 150
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], responses=OF_A_JOB)
 spec_body = object_body(JobSpecBody, lambda body: JobSpec(**vars(body)))
+allocation_body = object_body(AllocationBody, lambda body: Allocation(**vars(body)))
+decision_body = object_body(DecisionBody, lambda body: DecisionView.from_json(body.model_dump()))
 changes_router = APIRouter(tags=["jobs"], responses=OF_A_JOB)
 
 
@@ -133,6 +142,74 @@ async def get_generations(service: ServiceOf, job: JobId) -> GenerationsView:
         return GenerationsView(job, jobs.generations(transaction, found), decided_at)
 
     return await service.database.read_long(query)
+
+
+@router.put(
+    "/{job}/allocation",
+    summary="Set the desired number of replicas",
+    dependencies=CONTROLLER,
+    response_model=AllocationView,
+    responses={
+        **DELETED,
+        **errors(413, 415),
+        409: {"model": ConflictBody, "description": "This generation or a newer one is desired already."},
+    },
+    openapi_extra=allocation_body.openapi,
+)
+async def put_allocation(
+    service: ServiceOf, job: JobId, desired: Annotated[Allocation, Depends(allocation_body)]
+) -> AllocationView | Response:
+    """The allocation becomes active once all its replicas are ready. Repeating the request has no effect."""
+    try:
+        stored = await service.database.write(
+            jobs.allocate, job_id=job, allocation=desired, now=service.clock()
+        )
+        return stored.view
+    except StaleAllocationError as error:
+        current = (await service.find_job(job)).view
+        return error_response(409, ConflictBody(error=str(error), allocation=current))
+
+
+@router.put(
+    "/{job}/decision",
+    summary="Store the decision about the replica count",
+    dependencies=CONTROLLER,
+    status_code=204,
+    responses=errors(404, 413, 415),
+    openapi_extra=decision_body.openapi,
+)
+async def put_decision(
+    service: ServiceOf, job: JobId, body: Annotated[DecisionView, Depends(decision_body)]
+) -> None:
+    """Replaces the last one. It explains the allocation, and does not change it."""
+    if parse_job_id(body.job) != job:
+        raise InvalidInputError(
+            [FieldError(field="job", got=body.job, expected=f"{job}, the job in the path")]
+        )
+    decision = replace(body, job=job)
+    await service.database.write(jobs.store_decision, job_id=job, decision=decision)
+
+
+@router.get(
+    "/{job}/decision",
+    summary="Read why the job has its replica count",
+    dependencies=READER,
+    responses=errors(404),
+)
+async def get_decision(service: ServiceOf, job: JobId, may_know_jobs: MayKnowJobs) -> DecisionView:
+    """Returns the last decision: the replica count and its reason, what other counts would give, which other
+    jobs would have to give up replicas for them, and what limits the count. If reads are protected, a job's
+    own token does not show which other jobs."""
+
+    def query(transaction: Transaction) -> DecisionView:
+        found = jobs.find_decision(transaction, jobs.find_job(transaction, job))
+        if found is None:
+            raise NotFoundError(
+                f"there is no decision about job {job} yet: the controller stores one soon after the start"
+            )
+        return found if may_know_jobs else found.without_other_jobs()
+
+    return await service.database.read(query)
 
 
 @changes_router.get(
