@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.kubernetes_cluster import (
@@ -68,13 +69,11 @@ class Applier:
             uid: moment for uid, moment in self._status_written_at.items() if uid in uids
         }
 
-    def status_due(self, observed: ObservedJob, actions: Actions) -> bool:
-        """Whether the status has changed, and the interval of statuses that are not urgent has passed."""
-        return actions.status_change is not StatusChange.NONE and observed.now >= self.status_due_at(observed)
-
-    def status_due_at(self, observed: ObservedJob) -> float:
-        """Return when a status that is not urgent may be written, in seconds since 1970."""
-        written_at = self._status_written_at.get(observed.resource.uid, float("-inf"))
+    def status_due_at(self, observed: ObservedJob, actions: Actions) -> float:
+        """Return when a status that is not urgent may be written, in seconds since 1970, or infinity."""
+        if actions.status_change is StatusChange.NONE:
+            return inf
+        written_at = self._status_written_at.get(observed.resource.uid, -inf)
         return written_at + max(STATUS_INTERVAL, self.jobs / MAX_STATUS_RATE)
 
     async def apply(self, observed: ObservedJob, actions: Actions) -> Applied:
@@ -148,7 +147,7 @@ class Applier:
     async def _write_status(self, observed: ObservedJob, actions: Actions) -> None:
         job, now = observed.resource, observed.now
         is_urgent = actions.status_change is StatusChange.URGENT
-        if is_urgent or self.status_due(observed, actions):
+        if is_urgent or now >= self.status_due_at(observed, actions):
             written = await self.cluster.apply_status(job, actions.status)
             self.on_written(Resource.ADASCALEJOBS, written, is_urgent)
             self._status_written_at[job.uid] = now

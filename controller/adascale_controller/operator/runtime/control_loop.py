@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from adascale_client import MetricsServiceClient
@@ -24,8 +25,8 @@ from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher, Q
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.work_queue import ErrorIsolation, WorkQueue
 from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
-from adascale_controller.operator.types.actions import Actions, StatusChange, Stop
-from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource, job_key
+from adascale_controller.operator.types.actions import Actions, Stop
+from adascale_controller.operator.types.kubernetes import JobKey, Resource, job_key
 from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import JobView
@@ -140,7 +141,7 @@ class OperatorLoop:
         )
         self._follower = JobFollower(reader or service, cache.changed.set)
         self._applier = Applier(
-            *(cluster, service, self._store_written, settings.identity, self._follower.expect, before_pods)
+            *(cluster, service, cache.put, settings.identity, self._follower.expect, before_pods)
         )
         self._queue: WorkQueue[JobKey] = WorkQueue()
         self._jobs: dict[JobKey, _TrackedJob] = {}
@@ -153,7 +154,7 @@ class OperatorLoop:
         self._resources_changed = True
         self._decision: asyncio.Task[DecisionResult] | None = None
         self._decision_begun_at = 0.0
-        self._decide_after = float("-inf")
+        self._decide_after = -inf
         """When a decision may begin after one has failed, on the monotonic clock."""
         self._beside: dict[str, asyncio.Task[None]] = {}
         """Calls that no cycle waits for."""
@@ -532,24 +533,21 @@ class OperatorLoop:
             job, now = tracked.observed, self._clock()
             with self._errors.isolate(job.resource.id):
                 actions = reconcile(job, tracked.assessment, self._scheduler.schedule(job))
-                status_due = float("inf")
-                if actions.status_change is not StatusChange.NONE:
-                    # What is due is planned below.
-                    due_at = self._applier.status_due_at(job)
-                    status_due = due_at if due_at > now else status_due
+                status_due = self._applier.status_due_at(job, actions)
                 due = (
                     self._fetcher.next_due(tracked.cached, now),
                     self._scheduler.next_due(job),
                     next_deadline(job, tracked.assessment),
                 )
-                self._queue.plan(key, now, min(due), status_due)
+                # A status that is due is written below.
+                self._queue.plan(key, now, min(due), status_due if status_due > job.now else inf)
                 retry_at = self._errors.retry_at(job.resource.id)
                 if now < retry_at:
                     self._queue.retry(key, retry_at)
                     continue
                 if actions.are_urgent:
                     urgent.append((job, actions))
-                elif self._applier.status_due(job, actions):
+                elif status_due <= job.now:
                     statuses.append((job, actions))
                 else:
                     self._errors.clear(job.resource.id)
@@ -645,9 +643,6 @@ class OperatorLoop:
                 raise applied.refused
             self._errors.clear(job.resource.id)
         self._note_progress()
-
-    def _store_written(self, resource: Resource, raw: ApiObject, is_news: bool) -> None:
-        self._cache.put(resource, raw, is_news=is_news)
 
     async def _in_slices(self, items: Sequence[T]) -> AsyncIterator[T]:
         """Yield items. After each `SLICE` of them, let other tasks run: many are progress too."""

@@ -55,6 +55,7 @@ from adascale_controller.operator.types.kubernetes import (
     Manifest,
     condition_of,
     has_ended,
+    only,
 )
 
 Calls = Coroutine[Any, Any, None]
@@ -218,12 +219,9 @@ def _lacks_quota(job: AdaScaleJob) -> bool:
 
 def _kept(spec: ApiObject) -> Manifest:
     """Return the parts of a PodSpec on which capacity depends."""
-    kept = {name: spec[name] for name in _POD_FIELDS if name in spec}
+    kept = only(spec, _POD_FIELDS)
     for kind in ("containers", "initContainers"):
-        kept[kind] = [
-            {name: container[name] for name in _CONTAINER_FIELDS if name in container}
-            for container in spec.get(kind) or ()
-        ]
+        kept[kind] = [only(each, _CONTAINER_FIELDS) for each in spec.get(kind) or ()]
     node_affinity = (spec.get("affinity") or {}).get("nodeAffinity")
     if node_affinity:
         kept["affinity"] = {"nodeAffinity": node_affinity}

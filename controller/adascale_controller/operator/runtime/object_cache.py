@@ -88,7 +88,7 @@ class ObjectCache:
         self._changed_jobs, self._no_news, self._resources_changed = {}, {}, False
         return changes
 
-    def put(self, resource: Resource, raw: Cached, *, is_news: bool = True) -> None:
+    def put(self, resource: Resource, raw: Cached, is_news: bool = True) -> None:
         """Store an object unless the cache has it in a newer version. A new generation always is news."""
         key = _key(raw)
         cached = self._objects[resource].get(key)
