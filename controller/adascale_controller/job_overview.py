@@ -27,7 +27,7 @@ from adascale_controller.formatting import (
     significant,
     trimmed,
 )
-from adascale_controller.job_definition import JobDefinition
+from adascale_controller.schema import JobDefinition
 from adascale_core.batch.plans import BatchChoice, batch_choice, require_valid_replicas
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.job_spec import JobSpec
@@ -367,7 +367,7 @@ MAX_ROWS = 64
 
 def render_valid_replicas(job: JobDefinition) -> RenderableType:
     """Return a table of the valid replica counts of a job, with the batches that each may use."""
-    spec = job.spec
+    spec = job.declaration
     counts = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
     rows = [(replicas, batch_choice(spec.bounds, replicas)) for replicas in counts[:MAX_ROWS]]
     table = numbers_table(
@@ -411,7 +411,7 @@ def _format_ranges(numbers: list[int]) -> str:
 
 def describe_deadline(job: JobDefinition) -> str | None:
     """Return what the deadline of a job needs, and where to see whether it can be met; None without one."""
-    seconds, steps = job.completion_deadline_seconds, job.spec.steps
+    seconds, steps = job.spec.completion_deadline_seconds, job.declaration.steps
     if seconds is None:
         return None
     if steps is None:

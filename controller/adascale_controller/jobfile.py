@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from adascale_controller.job_definition import JobDefinition, to_job, worker_container
-from adascale_controller.schema import AdaScaleJobDocument
+from adascale_controller.schema import JobDefinition
 from adascale_controller.validation import FieldError, FieldPath, unknown_field, validate_document
 from adascale_core.errors import InvalidJobError
 
@@ -148,19 +147,18 @@ def parse_job(text: str, source: str = "<text>") -> JobDefinition:
     command_error = _command_error(document)
     if command_error is not None:
         raise JobFileError(source, [replace(command_error, line=yaml.line(command_error.path))])
-    return to_job(document)
+    return document
 
 
-def _command_error(document: AdaScaleJobDocument) -> FieldError | None:
+def _command_error(document: JobDefinition) -> FieldError | None:
     """Return the error if the container that trains has no command.
 
     On a cluster, the entry point of its image runs then, so only job files require a command.
     """
-    template = document.spec.template
-    worker = worker_container(template)
+    worker, containers = document.worker, document.spec.template.spec.containers
     if worker.command:
         return None
-    path = ("spec", "template", "spec", "containers", template.spec.containers.index(worker), "command")
+    path = ("spec", "template", "spec", "containers", containers.index(worker), "command")
     fix = "set the training program, such as [python, train.py]"
     if worker.args:
         fix = f"move args {list(worker.args)} to it, if they are the training program"

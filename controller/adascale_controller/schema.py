@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_validator, model_validator
@@ -17,8 +19,11 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
 from adascale_core import names
-from adascale_core.batch.plans import AUTO, Auto
+from adascale_core.batch.plans import AUTO, Auto, require_valid_replicas
+from adascale_core.checkpoint_manifest import normalized_url
 from adascale_core.job_id import InvalidJobIdError, job_id
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.placement.replica_gpus import requested_gpus
 
 DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
 """The annotation of a pod that names the container which kubectl uses by default."""
@@ -497,7 +502,7 @@ class Metadata(_OpenModel):
         return namespace
 
 
-class AdaScaleJobDocument(_ClosedModel):
+class JobDefinition(_ClosedModel):
     """An AdaScaleJob. `status` is accepted, since `kubectl get -o yaml` prints it, and not used."""
 
     api_version: str
@@ -505,3 +510,56 @@ class AdaScaleJobDocument(_ClosedModel):
     metadata: Metadata
     spec: AdaScaleJobSpec
     status: Any = None
+
+    @cached_property
+    def id(self) -> str:
+        """`<namespace>.<name>`."""
+        return job_id(self.metadata.name, self.metadata.namespace)
+
+    @property
+    def short_id(self) -> str:
+        """The id without the namespace `default`."""
+        return self.id.removeprefix(f"{names.DEFAULT_NAMESPACE}.")
+
+    @cached_property
+    def declaration(self) -> JobSpec:
+        """What is declared to the metrics service, and what the decision uses."""
+        spec, bounds = self.spec, self.spec.local_bsz_bounds
+        known = {each.name: getattr(spec, each.name) for each in fields(JobSpec) if hasattr(spec, each.name)}
+        return JobSpec(**known | {"local_bsz_bounds": (bounds.lower, bounds.upper) if bounds else None})
+
+    @cached_property
+    def core_replicas(self) -> int:
+        """The smallest count that the spec allows. With `opportunistic`, further replicas are extra pods."""
+        spec = self.declaration
+        return require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]
+
+    @property
+    def checkpoint_url(self) -> str | None:
+        """The URL below which its checkpoints are saved; None if they are saved in a folder."""
+        url = self.spec.checkpoint.url
+        return None if url is None else normalized_url(f"{url}/{self.id}")
+
+    @property
+    def worker(self) -> Container:
+        """The container that trains."""
+        containers, metadata = self.spec.template.spec.containers, self.spec.template.metadata
+        name = worker_name([container.name for container in containers], metadata.annotations)
+        return next(container for container in containers if container.name == name)
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of a replica."""
+        return requested_gpus((self.worker.model_extra or {}).get("resources"))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables that configure a trainer, without its checkpoint folder."""
+        processes, timeout = self.spec.processes_per_replica, self.spec.step_timeout_seconds
+        variables = {
+            **self.declaration.environment(),
+            names.ENV_PROCESSES_PER_REPLICA: None if processes is None else str(processes),
+            names.ENV_STEP_TIMEOUT: None if timeout is None else str(timeout),
+            names.ENV_CHECKPOINT_INTERVAL: repr(self.spec.checkpoint.interval_seconds),
+        }
+        return {name: value for name, value in variables.items() if value is not None}

@@ -19,8 +19,8 @@ from pydantic_core import ErrorDetails
 from adascale_controller.schema import (
     INVALID_VALUE,
     INVALID_VALUE_WITHOUT_INPUT,
-    AdaScaleJobDocument,
     AdaScaleJobSpec,
+    JobDefinition,
 )
 from adascale_core import names
 from adascale_core.batch.plans import BatchBounds, InvalidBoundsError, require_valid_replicas
@@ -62,20 +62,20 @@ class FieldError:
         return f"{self.field}: {self.message}" if self.path else self.message
 
 
-def validate_document(content: Any) -> AdaScaleJobDocument | list[FieldError]:
+def validate_document(content: Any) -> JobDefinition | list[FieldError]:
     """Return the document in `content`, or all errors of its fields."""
     errors = _header_errors(content)
     if errors:
         return errors
     try:
-        document = AdaScaleJobDocument.model_validate(content)
+        document = JobDefinition.model_validate(content)
     except ValidationError as invalid:
         return [_shape_error(error) for error in invalid.errors(include_url=False)]
     errors = [*_size_errors(document.spec), *_spare_errors(document)]
     return errors or document
 
 
-def _spare_errors(document: AdaScaleJobDocument) -> list[FieldError]:
+def _spare_errors(document: JobDefinition) -> list[FieldError]:
     """Return an error if there are too many spares, or if Kueue is to admit them."""
     spec = document.spec
     most = names.MAX_REPLICAS - spec.max_replicas
@@ -190,7 +190,7 @@ def unknown_field(path: FieldPath, fields: Sequence[str]) -> str:
 
 def _model_at(path: FieldPath) -> type[BaseModel]:
     """Return the model of the object at `path`."""
-    model: type[BaseModel] = AdaScaleJobDocument
+    model: type[BaseModel] = JobDefinition
     for part in path:
         field = next((f for name, f in model.model_fields.items() if (f.alias or name) == part), None)
         if field is not None:

@@ -25,6 +25,7 @@ from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
+from support.definitions import changed
 from support.observed_jobs import (
     GPU,
     SPEC,
@@ -204,7 +205,7 @@ def with_limits(present: ObservedJob, spec: JobSpec = LIMITED, /, **limits: int)
         local_bsz_limits=[LocalBszLimit(types[name], size) for name, size in limits.items()],
         local_bsz_limit=min(limits.values()),
     )
-    resource = replace(present.resource, job=replace(present.resource.valid_job, spec=spec))
+    resource = replace(present.resource, job=changed(present.resource.valid_job, spec))
     return replace(present, resource=resource, service=service)
 
 

@@ -20,9 +20,9 @@ from adascale_controller.schema import (
     DEFAULT_ACCESS_MODE,
     DNS_LABEL,
     QUANTITY,
-    AdaScaleJobDocument,
     AdaScaleJobSpec,
     Checkpoint,
+    JobDefinition,
 )
 from adascale_controller.validation import FieldError, validate_document
 from adascale_core import names
@@ -238,7 +238,7 @@ def test_the_api_server_reports_an_error_as_validate_does(changes: dict[str, Any
             "spec": {**spec, **changes},
         }
     )
-    assert not isinstance(errors, AdaScaleJobDocument)
+    assert not isinstance(errors, JobDefinition)
     (error,) = errors
     assert error.field == field
     assert any(_could_report(rule, error) for rule in rules_of(SPEC))

@@ -23,7 +23,6 @@ from adascale_controller.formatting import (
     significant,
     trimmed,
 )
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.job_overview import format_result, render_gain, render_valid_replicas
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import LiveDisplay, PlainDisplay, RunStatus, open_display
@@ -31,6 +30,7 @@ from adascale_controller.local.run_report import GenerationSummary, generations_
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.gain import GainView, PredictionView
+from support.definitions import define
 
 REPORT = GainReport(
     generation=2, step=1704, progress=4512.4, epoch=3, replicas=2, local_bsz=32, accumulation=1, scale=16.0,
@@ -167,7 +167,7 @@ def test_the_table_of_generations_fits_80_columns() -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_table_that_does_not_fit_is_folded_and_nothing_of_it_is_cut_off(width: int) -> None:
     predictions = [PredictionView(2, 128, 2, 128.0, 101.5, 0.79, 0.01, 12345.6, 101.5, 101.5)]
-    job = JobDefinition("default.test", JobSpec(1000, 100_000, (1, 50_000), 1, 2))
+    job = define("default.test", JobSpec(1000, 100_000, (1, 50_000), 1, 2))
     for table in (
         generations_table(GENERATIONS),
         render_gain(GainView("default.test", REPORT, predictions), 100.0),

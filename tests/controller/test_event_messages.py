@@ -11,7 +11,6 @@ from subprocess import Popen
 
 from rich.console import Console
 
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.control_loop import LOSS_TIMEOUT, STALL_TIMEOUT, EventMessages
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
@@ -22,6 +21,7 @@ from adascale_core.messages.allocation import ActiveAllocation, SlowReplacement
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import JobView, ReplicaView
+from support.definitions import define
 from support.observed_jobs import SPEC
 
 REPORT = GainReport(
@@ -43,7 +43,7 @@ class Recorded:
         display = PlainDisplay(Console(file=self.output, width=200))
         self.agents = agents = Agents(LocalCommand((), {}, self.folder.path), {}, [], self.folder, lock=-1)
         self.events = EventMessages(
-            Replicas(agents, JobDefinition("default.digits", SPEC), display), display, now=0.0
+            Replicas(agents, define("default.digits", SPEC), display), display, now=0.0
         )
 
     @property

@@ -19,6 +19,7 @@ from adascale_controller.operator.observe.pods import Pod, read_pod
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.types.actions import Actions, NewPod, StatusChange
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, Resource
+from support.definitions import changed
 from support.fake_api_server import FakeApiServer, KilledError
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import NOW, SPEC, actions_for, condition, job, observed, pod, view
@@ -79,7 +80,7 @@ def test_there_is_no_gang_while_the_priority_of_its_pods_is_not_known() -> None:
 def other_gangs() -> list[str | None]:
     """Return the gangs of another size, template and priority than that of the job."""
     job_, lower = started(), Admission({"priority": 5, "priorityClassName": "high"})
-    three = replace(job_.resource, job=replace(job_.resource.valid_job, spec=replace(SPEC, min_replicas=3)))
+    three = replace(job_.resource, job=changed(job_.resource.valid_job, replace(SPEC, min_replicas=3)))
     others = replace(job_, resource=three), replace(job_, digest="later"), replace(job_, admission=lower)
     return [each.gang for each in others]
 

@@ -12,7 +12,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.job_definition import trainer_environment
 from adascale_controller.jobfile import JobFileError, load_job, parse_job
 from adascale_controller.schema import Checkpoint
 from adascale_core.messages.job_spec import JobSpec
@@ -55,12 +54,12 @@ def test_unset_fields_have_defaults() -> None:
     parsed = parse_job(job())
     assert parsed.id == "default.digits"
     assert parsed.short_id == "digits"
-    assert parsed.spec == JobSpec(batch_size=32, min_replicas=1, max_replicas=8)
-    assert parsed.command == ("python", "train.py")
-    assert (parsed.suspend, parsed.backoff_limit) == (False, 3)
-    assert parsed.active_deadline_seconds is None
-    assert parsed.replica_limit is None
-    assert parsed.checkpoint == checkpoint_settings(
+    assert parsed.declaration == JobSpec(batch_size=32, min_replicas=1, max_replicas=8)
+    assert parsed.worker.command == ["python", "train.py"]
+    assert (parsed.spec.suspend, parsed.spec.backoff_limit) == (False, 3)
+    assert parsed.spec.active_deadline_seconds is None
+    assert parsed.spec.replica_limit is None
+    assert parsed.spec.checkpoint == checkpoint_settings(
         claim_name=None,
         path=None,
         storage=None,
@@ -73,7 +72,7 @@ def test_unset_fields_have_defaults() -> None:
 def test_spares_are_refused_where_kueue_admits_the_job() -> None:
     document = copy.deepcopy(VALID)
     document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "a"}
-    assert parse_job(yaml.safe_dump(document)).spare_replicas == 0
+    assert parse_job(yaml.safe_dump(document)).spec.spare_replicas == 0
     document["spec"]["spareReplicas"] = 1
     with pytest.raises(JobFileError) as raised:
         parse_job(yaml.safe_dump(document))
@@ -82,7 +81,7 @@ def test_spares_are_refused_where_kueue_admits_the_job() -> None:
 
 def test_a_job_may_end_by_samples() -> None:
     parsed = parse_job(job(trainSamples=96_001), "job.yaml")
-    assert (parsed.spec.scale_invariant_steps, parsed.spec.train_samples, parsed.spec.steps) == (
+    assert (parsed.spec.scale_invariant_steps, parsed.spec.train_samples, parsed.declaration.steps) == (
         None,
         96_001,
         3001,
@@ -130,27 +129,29 @@ def test_every_field_is_read() -> None:
     )
     parsed = parse_job(yaml.safe_dump(document))
     assert parsed.id == "team.digits"
-    assert parsed.spec == JobSpec(
+    assert parsed.declaration == JobSpec(
         32, 512, (16, 128), 2, 8, 20000, 1.0, elastic_single_replica=True, processes_per_replica=2
     )
-    assert trainer_environment(parsed)["ADASCALE_PROCESSES_PER_REPLICA"] == "2"
-    assert parsed.command == ("python", "train.py", "--lr", "0.1")
-    assert dict(parsed.env) == {"A": "1", "B": ""}
-    assert parsed.working_dir == "/app"
-    assert (parsed.suspend, parsed.backoff_limit, parsed.active_deadline_seconds) == (True, 0, 60)
-    assert parsed.completion_deadline_seconds == 3600
-    assert parsed.step_timeout_seconds == 90
-    assert trainer_environment(parsed)["ADASCALE_STEP_TIMEOUT"] == "90"
-    assert parsed.ttl_seconds_after_finished == 0
-    assert parsed.checkpoint == checkpoint_settings(claim_name="state", interval_seconds=5.0)
-    assert parsed.replica_limit == 4
+    assert parsed.environment["ADASCALE_PROCESSES_PER_REPLICA"] == "2"
+    assert (parsed.worker.name, parsed.gpus) == ("worker", 1)
+    assert (parsed.spec.suspend, parsed.spec.backoff_limit, parsed.spec.active_deadline_seconds) == (
+        True,
+        0,
+        60,
+    )
+    assert parsed.spec.completion_deadline_seconds == 3600
+    assert parsed.spec.step_timeout_seconds == 90
+    assert parsed.environment["ADASCALE_STEP_TIMEOUT"] == "90"
+    assert parsed.spec.ttl_seconds_after_finished == 0
+    assert parsed.spec.checkpoint == checkpoint_settings(claim_name="state", interval_seconds=5.0)
+    assert parsed.spec.replica_limit == 4
 
 
 @pytest.mark.parametrize("upper", [{"upper": "auto"}, {"upper": None}, {}])
 def test_the_upper_bound_of_the_local_batch_is_found_in_training_unless_set(upper: dict[str, Any]) -> None:
     parsed = parse_job(job(maxBatchSize=512, localBszBounds={"lower": 16, **upper}))
-    assert parsed.spec.local_bsz_bounds == (16, "auto")
-    assert trainer_environment(parsed)["ADASCALE_LOCAL_BSZ_BOUNDS"] == "16,auto"
+    assert parsed.declaration.local_bsz_bounds == (16, "auto")
+    assert parsed.environment["ADASCALE_LOCAL_BSZ_BOUNDS"] == "16,auto"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_the_upper_bound_of_the_local_batch_is_found_in_training_unless_set(uppe
     ],
 )
 def test_checkpoint_settings_are_read(checkpoint: dict[str, Any], parsed: Checkpoint) -> None:
-    assert parse_job(job(checkpoint=checkpoint)).checkpoint == parsed
+    assert parse_job(job(checkpoint=checkpoint)).spec.checkpoint == parsed
 
 
 def test_a_null_field_counts_as_unset() -> None:
@@ -185,7 +186,9 @@ TWO = [{"name": "a", "command": ["a"]}, {"name": "b", "command": ["b"]}]
 
 def test_an_annotation_names_the_container_that_trains() -> None:
     metadata = {"annotations": {"kubectl.kubernetes.io/default-container": "b"}}
-    assert parse_job(job(template={"metadata": metadata, "spec": {"containers": TWO}})).command == ("b",)
+    assert parse_job(job(template={"metadata": metadata, "spec": {"containers": TWO}})).worker.command == [
+        "b"
+    ]
 
 
 def test_of_several_containers_the_one_that_trains_is_not_guessed() -> None:
@@ -215,21 +218,6 @@ def test_a_job_file_needs_a_command(fields: dict[str, Any], fix: str) -> None:
         "spec.template.spec.containers[1].command: is required, since this machine does not run the image's "
         f"entry point: {fix}"
     ]
-
-
-def test_variables_that_only_a_cluster_can_resolve_are_listed() -> None:
-    source = {"secretKeyRef": {"name": "s", "key": "k"}}
-    parsed = parse_job(
-        container(
-            env=[{"name": "PASSWORD", "valueFrom": source}, {"name": "A", "value": "x"}],
-            envFrom=[{"configMapRef": {"name": "c"}}],
-        )
-    )
-    assert dict(parsed.env) == {"A": "x"}
-    assert parsed.cluster_only_env == (
-        "environment variable PASSWORD (valueFrom secretKeyRef)",
-        "the environment variables of envFrom",
-    )
 
 
 NOT_A_JOB = [
@@ -538,7 +526,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_the_example_job_is_valid() -> None:
     example = load_job(Path(__file__).parents[2] / "deploy" / "adascalejob.yaml")
     assert example.id == "default.digits"
-    assert example.command == ("python", "examples/digits.py")
+    assert example.worker.command == ["python", "examples/digits.py"]
 
 
 @settings(deadline=None)

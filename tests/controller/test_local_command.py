@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.local_command import LocalCommandError, resolve_command
+from adascale_controller.schema import JobDefinition
 from adascale_core.messages.job_spec import JobSpec
+from support.definitions import changed, define
 from support.observed_jobs import checkpoint_settings
 
-JOB = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
+SPEC = JobSpec(4, 64, (4, 16), 1, 4, 1000)
+COMMAND = "python", "-c", "pass"
+JOB = define("default.digits", SPEC, COMMAND)
+
+
+def job_with(**container: Any) -> JobDefinition:
+    return define("default.digits", SPEC, COMMAND, container=container)
 
 
 def test_python_is_the_interpreter_of_this_process(tmp_path: Path) -> None:
@@ -23,7 +30,7 @@ def test_python_is_the_interpreter_of_this_process(tmp_path: Path) -> None:
 
 
 def test_the_environment_has_the_settings_of_the_job(tmp_path: Path) -> None:
-    job = replace(JOB, checkpoint=checkpoint_settings(interval_seconds=2.5))
+    job = changed(JOB, checkpoint=checkpoint_settings(interval_seconds=2.5))
     environ = resolve_command(job, tmp_path, {}, threads=2).environ
     assert {name: value for name, value in environ.items() if name.startswith("ADASCALE_")} == {
         "ADASCALE_BATCH_SIZE": "4",
@@ -42,21 +49,22 @@ def test_omp_num_threads_is_set_unless_the_user_has_set_it(tmp_path: Path) -> No
 
 
 def test_references_to_variables_are_expanded_as_on_a_cluster(tmp_path: Path) -> None:
-    job = replace(
-        JOB,
-        command=("python", "-c", "$(WHO) $(ADASCALE_BATCH_SIZE) $(UNKNOWN) $$(WHO) $WHO"),
-        env={
-            "EARLY": "$(WHO)",
-            "WHO": "me",
-            "PATH_TO": "$(WHO)/x",
-            "DEEP": "$(PATH_TO)/$(ADASCALE_JOB_ID)",
-            "SAVED": "$(ADASCALE_CHECKPOINT_DIR)",
-            "ADASCALE_BATCH_SIZE": "5",
-        },
+    env = {
+        "EARLY": "$(WHO)",
+        "WHO": "me",
+        "PATH_TO": "$(WHO)/x",
+        "DEEP": "$(PATH_TO)/$(ADASCALE_JOB_ID)",
+        "SAVED": "$(ADASCALE_CHECKPOINT_DIR)",
+        "ADASCALE_BATCH_SIZE": "5",
+    }
+    job = job_with(
+        args=["-c", "$(WHO) $(ADASCALE_BATCH_SIZE) $(UNKNOWN) $$(WHO) $WHO"],
+        command=["python"],
+        env=[{"name": name, "value": value} for name, value in env.items()],
     )
     local = resolve_command(job, tmp_path, {}, 1)
     assert local.command[2] == "me 4 $(UNKNOWN) $(WHO) $WHO"
-    assert {name: local.environ[name] for name in job.env} == {
+    assert {name: local.environ[name] for name in env} == {
         "EARLY": "$(WHO)",  # a variable may refer to those before it only
         "WHO": "me",
         "PATH_TO": "me/x",
@@ -67,16 +75,22 @@ def test_references_to_variables_are_expanded_as_on_a_cluster(tmp_path: Path) ->
 
 
 def test_a_working_dir_that_does_not_exist_is_ignored(tmp_path: Path) -> None:
-    existing = resolve_command(replace(JOB, working_dir=str(tmp_path)), tmp_path, {}, 1)
+    existing = resolve_command(job_with(workingDir=str(tmp_path)), tmp_path, {}, 1)
     assert (existing.cwd, existing.ignored) == (tmp_path, ())
-    missing = resolve_command(replace(JOB, working_dir="/no/such/app"), tmp_path, {}, 1)
+    missing = resolve_command(job_with(workingDir="/no/such/app"), tmp_path, {}, 1)
     assert missing.cwd == Path.cwd()
     assert missing.ignored == (f"workingDir /no/such/app, which does not exist here; using {Path.cwd()}",)
 
 
 def test_variables_that_only_a_cluster_can_resolve_are_ignored(tmp_path: Path) -> None:
-    job = replace(JOB, cluster_only_env=("the environment variables of envFrom",))
-    assert resolve_command(job, tmp_path, {}, 1).ignored == ("the environment variables of envFrom",)
+    env = [{"name": "PASSWORD", "valueFrom": {"secretKeyRef": {}}}, {"name": "A", "value": "x"}]
+    local = resolve_command(job_with(env=env, envFrom=[{"configMapRef": {}}]), tmp_path, {}, 1)
+    assert local.environ["A"] == "x"
+    assert "PASSWORD" not in local.environ
+    assert local.ignored == (
+        "environment variable PASSWORD (valueFrom secretKeyRef)",
+        "the environment variables of envFrom",
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,6 +111,6 @@ def test_variables_that_only_a_cluster_can_resolve_are_ignored(tmp_path: Path) -
 )
 def test_a_missing_program_is_an_error(tmp_path: Path, command: tuple[str, ...], message: str) -> None:
     with pytest.raises(LocalCommandError) as raised:
-        resolve_command(replace(JOB, command=command), tmp_path, {}, 1)
+        resolve_command(define("default.digits", SPEC, command), tmp_path, {}, 1)
     assert str(raised.value).startswith(message)
     assert raised.value.exit_code == 2

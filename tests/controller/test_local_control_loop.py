@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceRefusedError
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.control_loop import LocalControlLoop
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
@@ -20,15 +18,17 @@ from adascale_controller.local.processes import StopSignals
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
 from adascale_controller.local.replicas import Agents, Replicas
 from adascale_controller.local.state_dir import StateDir
+from adascale_controller.schema import JobDefinition
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec
 from api.client import TOKEN
+from support.definitions import changed, define
 from support.observed_jobs import report
 from support.service import Service
 
-JOB = JobDefinition("default.test", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
+JOB = define("default.test", JobSpec(4, 64, (4, 16), 1, 4, 1000), ("python", "-c", "pass"))
 
 
 class ContestedClient(MetricsServiceClient):
@@ -81,7 +81,7 @@ def control_loop(
         cast(Any, None),  # It supervises the service later.
         client,
         Replicas(agents, job, display),
-        ReplicaLimit(2, job.spare_replicas),
+        ReplicaLimit(2, job.spec.spare_replicas),
         None,
         display,
         StopSignals(),
@@ -146,7 +146,7 @@ def test_whether_a_run_can_meet_its_deadline_is_shown_when_that_has_changed_for_
 ) -> None:
     """At each time, the smallest count that is predicted to meet the deadline in 100 s."""
     output = io.StringIO()
-    job = replace(JOB, completion_deadline_seconds=100)
+    job = changed(JOB, completion_deadline_seconds=100)
     display = PlainDisplay(Console(file=output, width=200))
     loop = control_loop(cast(Any, None), tmp_path, job=job, display=display)
     begun = loop._started_at

@@ -14,20 +14,21 @@ import pytest
 from rich.console import Console
 
 from adascale_controller.job.failures import restart_pause
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import PAUSES, AgentExit, Agents, Replicas, RunResult
 from adascale_controller.local.state_dir import StateDir, StateLock
+from adascale_controller.schema import JobDefinition
 from adascale_core import names
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.jobs import JobView
+from support.definitions import define
 from support.observed_jobs import SPEC
 
 VIEW = replace(JobView.empty("default.digits"), desired=Allocation(1, 1))
 MAX_RESTARTS = 2
-JOB = JobDefinition("default.digits", SPEC, backoff_limit=0, max_restarts_without_progress=MAX_RESTARTS)
+JOB = define("default.digits", SPEC, backoff_limit=0, max_restarts_without_progress=MAX_RESTARTS)
 
 
 class Run:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import ObservedJob
@@ -26,6 +25,7 @@ from adascale_controller.operator.observe.pods import (
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import EventReader, LookupFetcher
 from adascale_controller.operator.types.kubernetes import ApiObject, ConditionType, JobKey, timestamp
+from support.definitions import define
 from support.fake_api_server import FakeApiServer
 from support.observed_jobs import (
     NOW,
@@ -60,7 +60,7 @@ class ClaimCluster(FakeApiServer):
 
 def cached(name: str) -> ObservedJob:
     """Return a job that saves its checkpoints in a claim of the same name."""
-    parsed = JobDefinition(f"team.{name}", SPEC, checkpoint=checkpoint_settings(claim_name=name))
+    parsed = define(f"team.{name}", SPEC, checkpoint=checkpoint_settings(claim_name=name))
     template = {"spec": {"containers": [{"name": "worker"}]}}
     resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, parsed, template=template)
     return ObservedJob(resource, (), frozenset())

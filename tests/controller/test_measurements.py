@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.schedule.measurements import (
     DEFAULT_DOWNTIME,
     DEFAULT_PREPARATION,
@@ -29,12 +28,13 @@ REPORT = GainReport(
     generation=1, step=10, progress=10.0, epoch=0, replicas=1, local_bsz=4, accumulation=1, scale=1.0,
     gain=1.0, grad_sqr=0.1, grad_var=0.9, step_time=0.01, time=100.0, loss=0.5,
 )  # fmt: skip
-JOB = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000))
+JOB = "default.digits"
+SPEC = JobSpec(4, 64, (4, 16), 1, 4, 1000)
 
 
 def view(generation: int, latest: GainReport | None, desired: int | None = None) -> JobView:
     return replace(
-        JobView.empty(JOB.id),
+        JobView.empty(JOB),
         desired=Allocation(desired or generation, 1),
         active=ActiveAllocation(generation, 1),
         latest=latest,
@@ -45,32 +45,32 @@ def view(generation: int, latest: GainReport | None, desired: int | None = None)
 def test_a_job_is_stable_from_the_first_report_of_its_generation() -> None:
     measurements = JobMeasurements()
     assert measurements.update(view(1, None), 5.0) is None
-    assert measurements.job_state(JOB, view(1, None), 1000).stable_since is None
+    assert measurements.job_state(JOB, SPEC, view(1, None), 1000).stable_since is None
     assert measurements.update(view(1, REPORT), 6.0) == REPORT
     assert measurements.update(view(1, replace(REPORT, step=11)), 7.0) is None
-    state = measurements.job_state(JOB, view(1, REPORT), 1000)
+    state = measurements.job_state(JOB, SPEC, view(1, REPORT), 1000)
     assert (state.stable_since, state.remaining, state.largest) == (6.0, 990.0, 2)
     assert state.restart_seconds == DEFAULT_DOWNTIME
 
 
 @pytest.mark.parametrize("spec", [{"train_samples": 4000}, {}], ids=["job", "program"])
 def test_the_rest_of_a_job_of_samples_is_in_samples(spec: dict[str, int]) -> None:
-    job = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 1, 4, **spec))  # type: ignore[arg-type]
+    declared = JobSpec(4, 64, (4, 16), 1, 4, **spec)  # type: ignore[arg-type]
     report = replace(REPORT, scale=4.0, gain=3.0, target=1000.0, counts_samples=True)
     measurements = JobMeasurements()
     for progress in (100.0, 2000.0):
         measurements.add_reported(view(1, replace(report, progress=progress)))
     measurements.template.add_estimate(report.estimate, 100, 500.0)
-    state = measurements.job_state(job, view(1, report), training_target(job, view(1, report)))
+    state = measurements.job_state(JOB, declared, view(1, report), training_target(declared, view(1, report)))
     assert (state.remaining, state.counts_samples) == (1000 - REPORT.progress, True)
     assert state.later_estimates == ((100 - REPORT.progress, report.estimate),)
 
 
 def test_the_decision_knows_which_counts_need_batches_that_do_not_fit() -> None:
-    job = JobDefinition("default.digits", JobSpec(8, 64, (5, 16), 1, 4, 1000))
+    declared = JobSpec(8, 64, (5, 16), 1, 4, 1000)
     for limit, counts in ((None, (1, 2, 3, 4)), (7, (2, 3, 4))):
         limited = replace(view(1, REPORT), local_bsz_limit=limit)
-        state = JobMeasurements().job_state(job, limited, 1000)
+        state = JobMeasurements().job_state(JOB, declared, limited, 1000)
         assert candidate_counts(state.bounds, 1, 4) == counts
         plans = [plan for count in counts for plan in candidate_plans(state.bounds, count)]
         assert max(plan.local_bsz for plan in plans) == (limit or 16)
@@ -86,16 +86,16 @@ def test_the_decision_has_the_limit_that_was_learned_on_the_type_of_accelerator(
     on_l4 = replace(
         view(1, replace(REPORT, accelerator="NVIDIA-L4")), local_bsz_limits=limits, local_bsz_limit=12
     )
-    state = JobMeasurements().job_state(JOB, on_l4, 1000, accelerator)
-    assert state.bounds == JOB.spec.bounds.with_limit(limit)
+    state = JobMeasurements().job_state(JOB, SPEC, on_l4, 1000, accelerator)
+    assert state.bounds == SPEC.bounds.with_limit(limit)
 
 
 def test_a_job_is_not_stable_while_another_allocation_is_desired_or_a_replica_is_lost() -> None:
     measurements = JobMeasurements()
     measurements.update(view(1, REPORT), 6.0)
-    assert measurements.job_state(JOB, view(1, REPORT, desired=2), 1000).stable_since is None
+    assert measurements.job_state(JOB, SPEC, view(1, REPORT, desired=2), 1000).stable_since is None
     broken = replace(view(1, REPORT), broken=True)
-    assert measurements.job_state(JOB, broken, 1000).stable_since is None
+    assert measurements.job_state(JOB, SPEC, broken, 1000).stable_since is None
 
 
 def test_restart_seconds_is_the_mean_downtime_of_the_changes() -> None:
@@ -106,18 +106,18 @@ def test_restart_seconds_is_the_mean_downtime_of_the_changes() -> None:
     measurements.update(view(2, replace(REPORT, generation=2, step=31, time=112.1)), 8.0)
     assert measurements.last_downtime == pytest.approx(2.0)
     measurements.update(view(3, replace(REPORT, generation=3, step=32, time=116.1)), 9.0)
-    assert measurements.job_state(JOB, view(3, REPORT), None).restart_seconds == pytest.approx(3.0)
+    assert measurements.job_state(JOB, SPEC, view(3, REPORT), None).restart_seconds == pytest.approx(3.0)
 
 
 def test_prepare_seconds_is_the_time_from_the_decision_to_the_last_step() -> None:
     measurements = JobMeasurements()
     measurements.update(view(1, REPORT), 6.0)
-    assert measurements.job_state(JOB, view(1, REPORT), None).prepare_seconds == DEFAULT_PREPARATION
+    assert measurements.job_state(JOB, SPEC, view(1, REPORT), None).prepare_seconds == DEFAULT_PREPARATION
     measurements.update(view(1, REPORT, desired=2), 10.0)
     measurements.update(view(1, replace(REPORT, time=114.0), desired=2), 15.0)
     measurements.update(view(2, replace(REPORT, generation=2, step=11, time=115.0)), 16.0)
     assert measurements.last_downtime == pytest.approx(1.0)
-    assert measurements.job_state(JOB, view(2, REPORT), None).prepare_seconds == pytest.approx(5.0)
+    assert measurements.job_state(JOB, SPEC, view(2, REPORT), None).prepare_seconds == pytest.approx(5.0)
 
 
 def test_the_downtime_of_a_loss_does_not_count_for_restart_seconds() -> None:
@@ -126,7 +126,7 @@ def test_the_downtime_of_a_loss_does_not_count_for_restart_seconds() -> None:
     after_loss = replace(view(2, replace(REPORT, generation=2, time=190.0)), disruptions=1)
     measurements.update(after_loss, 8.0)
     assert measurements.last_downtime == 90.0
-    assert measurements.job_state(JOB, view(2, REPORT), None).restart_seconds == DEFAULT_DOWNTIME
+    assert measurements.job_state(JOB, SPEC, view(2, REPORT), None).restart_seconds == DEFAULT_DOWNTIME
 
 
 def test_the_time_without_replicas_does_not_count_for_restart_seconds() -> None:
@@ -139,17 +139,17 @@ def test_the_time_without_replicas_does_not_count_for_restart_seconds() -> None:
     resumed = view(3, replace(REPORT, generation=3, step=11, time=7105.0))
     assert measurements.update(resumed, 7010.0) is not None
     assert measurements.last_downtime is None
-    state = measurements.job_state(JOB, resumed, None)
+    state = measurements.job_state(JOB, SPEC, resumed, None)
     assert (state.restart_seconds, state.prepare_seconds) == (DEFAULT_DOWNTIME, DEFAULT_PREPARATION)
     measurements.update(view(4, replace(REPORT, generation=4, step=12, time=7107.0)), 7012.0)
-    assert measurements.job_state(JOB, resumed, None).restart_seconds == pytest.approx(2.0)
+    assert measurements.job_state(JOB, SPEC, resumed, None).restart_seconds == pytest.approx(2.0)
 
 
 def test_reports_of_previous_runs_are_ignored() -> None:
     measurements = JobMeasurements()
     measurements.ignore_before(2)
     assert measurements.update(view(1, REPORT), 6.0) is None
-    assert measurements.job_state(JOB, view(1, REPORT), 1000).stable_since is None
+    assert measurements.job_state(JOB, SPEC, view(1, REPORT), 1000).stable_since is None
     assert measurements.update(view(2, replace(REPORT, generation=2, time=900.0)), 7.0) is not None
     assert measurements.last_downtime is None
 
@@ -162,7 +162,7 @@ def test_measurements_on_another_type_of_accelerator_are_used_for_more_replicas(
 
     def used(job: JobMeasurements, seen: JobView, accelerator: str | None) -> tuple[list[StepTime], ...]:
         job.add_reported(seen)
-        state = job.job_state(JOB, seen, 1000, accelerator)
+        state = job.job_state(JOB, SPEC, seen, 1000, accelerator)
         assert state.largest == max(
             (each.replicas for each in (*state.step_times, *state.template_step_times)), default=0
         )
@@ -177,7 +177,7 @@ def test_measurements_on_another_type_of_accelerator_are_used_for_more_replicas(
     assert own == []
     assert [each.step_time for each in template] == [0.1, 0.2], "as long as on T4: no ratio is known"
     assert used(measurements, reported, None) == (slow, slow), "the type of the last report"
-    following, unknown = JobMeasurements(measurements.template), JobView.empty(JOB.id)
+    following, unknown = JobMeasurements(measurements.template), JobView.empty(JOB)
     assert used(following, unknown, "NVIDIA-H200")[1][:1] == fast
     assert used(following, unknown, None) == ([], slow), "the type on which the template was measured last"
 
@@ -188,7 +188,7 @@ def test_step_times_that_hardly_change_stay_those_from_before() -> None:
     def step_times(*measured: StepTime) -> tuple[StepTime, ...]:
         seen = replace(view(1, REPORT), step_times=measured)
         measurements.add_reported(seen)
-        return tuple(measurements.job_state(JOB, seen, 1000).step_times)
+        return tuple(measurements.job_state(JOB, SPEC, seen, 1000).step_times)
 
     first = StepTime(2, 4, 1, 1.0, sync_time=0.2)
     assert step_times(first) == (first,)
@@ -219,7 +219,7 @@ def test_the_ratio_of_types_is_that_of_other_templates_until_a_template_was_on_b
         measurements = JobMeasurements(templates.of("new"))
         seen = replace(view(1, replace(REPORT, accelerator="T4")), step_times=tuple(times("T4", 2.0)))
         measurements.add_reported(seen)
-        return measurements.job_state(JOB, seen, 1000, "H200")
+        return measurements.job_state(JOB, SPEC, seen, 1000, "H200")
 
     assert "times 1.00 are used (no ratio is known)" in on_h200().assumption
     for name, factor in (("a", 0.2), ("b", 0.05)):
@@ -265,5 +265,5 @@ def test_the_time_that_a_job_is_suspended_is_not_that_of_a_move() -> None:
     measurements.update(view(1, on_t4, desired=3), 3006.0)
     moved = replace(on_t4, generation=3, step=11, time=3110.0, accelerator="H200")
     measurements.update(view(3, moved), 3011.0)
-    state = measurements.job_state(JOB, view(3, moved), 1000)
+    state = measurements.job_state(JOB, SPEC, view(3, moved), 1000)
     assert state.move_seconds == pytest.approx(3110.0 - 100.0 - 3000.0)

@@ -12,6 +12,7 @@ from adascale_controller.operator.reconcile.reconciler import END_TIMEOUT, TERMI
 from adascale_controller.operator.types.kubernetes import ConditionType, condition_of
 from adascale_core.failures import TerminationMessage
 from adascale_core.messages.registration import ReplicaState
+from support.definitions import changed
 from support.observed_jobs import (
     NOW,
     actions_for,
@@ -130,7 +131,7 @@ def test_a_failed_condition_with_a_reason_of_another_version_is_kept() -> None:
 def test_an_ended_job_is_deleted_after_its_ttl(ttl: int | None, age: int, removed: bool) -> None:
     observed_job = replace(training_job(), pods=[finished_pod(0), finished_pod(1)])
     ended = with_status(observed_job, actions_for(observed_job))
-    spec = replace(ended.resource.valid_job, ttl_seconds_after_finished=ttl)
+    spec = changed(ended.resource.valid_job, ttl_seconds_after_finished=ttl)
     later = replace(ended, resource=replace(ended.resource, job=spec), now=NOW + age)
     assert actions_for(later).delete_job == removed
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.local_command import resolve_command
 from adascale_controller.operator.observe.observed_job import Admission, ObservedJob
 from adascale_controller.operator.runtime.lookup_fetcher import ADMISSION_RETRY_INTERVAL
@@ -18,6 +17,7 @@ from adascale_core import names
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.decision import LimitKind, LimitView
 from controller.conftest import SETTINGS, SPOT, ClusterWithPriorities
+from support.definitions import define
 from support.observed_jobs import (
     NOW,
     ON_GPU,
@@ -269,6 +269,6 @@ def test_fields_are_checked(name: str, opportunistic: Object | None, message: st
 
 
 def test_one_machine_says_that_it_has_no_extra_pods(tmp_path: Any) -> None:
-    made = JobDefinition("default.digits", SPEC, command=("python", "-V"), opportunistic=SETTINGS)
+    made = define("default.digits", SPEC, ("python", "-V"), opportunistic=SETTINGS)
     command = resolve_command(made, tmp_path, {}, threads=1)
     assert command.ignored == ("spec.opportunistic, since there are extra pods on a cluster only",)

@@ -16,7 +16,6 @@ from adascale_client import MetricsServiceClient
 from adascale_controller.formatting import capitalized
 from adascale_controller.job.phase import JobPhase
 from adascale_controller.job.placement_backoff import FIRST_PAUSE, TIMEOUT_TRAINING
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.control_loop import LocalControlLoop
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_jobs import state_in_run
@@ -31,6 +30,7 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.kubernetes import ConditionType, condition_of
+from adascale_controller.schema import JobDefinition
 from adascale_core.failures import (
     EXIT_CHECK_FAILED,
     EXIT_INVALID_PROGRAM,
@@ -46,6 +46,7 @@ from adascale_core.views.decision import DecisionView
 from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import JobView
 from controller.test_local_replicas import Run
+from support.definitions import define
 from support.observed_jobs import NOW, ON_CPU, SPEC, decided, job, observed, pod, replica, report, view
 
 
@@ -88,7 +89,7 @@ class Case:
 
     @property
     def job(self) -> JobDefinition:
-        return JobDefinition("team.digits", **{"spec": SPEC, **self.spec})
+        return define("team.digits", **{"spec": SPEC, **self.spec})
 
 
 class Outcome(NamedTuple):
@@ -203,7 +204,7 @@ def on_processes(case: Case, path: Path) -> Outcome:
     end, state, shown = "", None, 0
     if case.is_continued:
         loop.start()
-    elif case.job.suspend or case.job.replica_limit == 0:
+    elif case.job.spec.suspend or case.job.spec.replica_limit == 0:
         end = refused(case.job, path)
         loop.request_pause()
     else:

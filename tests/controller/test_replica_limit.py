@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local import machine
 from adascale_controller.local.replica_limit import ReplicaLimit, ReplicaLimitError, replica_limit
 from adascale_core.messages.job_spec import JobSpec
+from support.definitions import changed, define
 from support.fast_python import PYTHON
 
-JOB = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 2, 8, 1000), command=("python", "-c", "pass"))
+JOB = define("default.digits", JobSpec(4, 64, (4, 16), 2, 8, 1000))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_the_default_is_one_replica_per_gpu_or_core_and_at_least_four_on_the_cpu
 def test_the_replica_limit_of_the_job_lowers_the_limit_as_on_a_cluster(
     replicas: int | None, limit: int
 ) -> None:
-    assert replica_limit(replace(JOB, replica_limit=replicas), 6, []) == ReplicaLimit(limit)
+    assert replica_limit(changed(JOB, replica_limit=replicas), 6, []) == ReplicaLimit(limit)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_the_replica_limit_of_the_job_lowers_the_limit_as_on_a_cluster(
 def test_a_limit_below_that_of_the_job_has_a_reason(
     replicas: int | None, requested: int | None, devices: list[str], source: str
 ) -> None:
-    assert replica_limit(replace(JOB, replica_limit=replicas), requested, devices).source == source
+    assert replica_limit(changed(JOB, replica_limit=replicas), requested, devices).source == source
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_a_limit_below_that_of_the_job_has_a_reason(
 def test_spares_take_the_places_of_replicas_beyond_the_fewest(
     machine_limit: int, spares: int, limit: ReplicaLimit
 ) -> None:
-    assert replica_limit(replace(JOB, spare_replicas=spares), machine_limit, []) == limit
+    assert replica_limit(changed(JOB, spare_replicas=spares), machine_limit, []) == limit
 
 
 @pytest.mark.parametrize(
@@ -151,6 +150,6 @@ def test_a_limit_that_the_job_or_the_machine_does_not_allow_is_an_error(
     replicas: int | None, requested: int | None, devices: list[str], message: str
 ) -> None:
     with pytest.raises(ReplicaLimitError) as raised:
-        replica_limit(replace(JOB, replica_limit=replicas), requested, devices)
+        replica_limit(changed(JOB, replica_limit=replicas), requested, devices)
     assert str(raised.value) == message
     assert raised.value.exit_code == 2

@@ -12,7 +12,6 @@ from pydantic.alias_generators import to_camel
 from adascale_controller.job.failing_counts import FailingCount
 from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import CheckpointClaim, ObservedJob
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
@@ -30,6 +29,7 @@ from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import JobView, ReplicaView
+from support.definitions import define
 
 NOW = 1_800_000_000.0
 DIGEST = "current-template"
@@ -62,7 +62,7 @@ def job(
         current["allocation"] = {"generation": recorded[0], "replicas": recorded[1]}
         current.setdefault("startTime", "2027-01-15T08:00:00Z")
     job_id = f"{namespace}.{name}"
-    parsed = JobDefinition(job_id, spec.pop("spec", SPEC), **{"checkpoint": Checkpoint(path="/data"), **spec})
+    parsed = define(job_id, spec.pop("spec", SPEC), **{"checkpoint": Checkpoint(path="/data"), **spec})
     uid = "job-uid" if name == "digits" else job_id
     return AdaScaleJob(
         namespace, name, uid, 1, int(NOW) - 100, parsed, template=template or {}, status=current

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core.messages.job_spec import JobSpec
+from support.definitions import define
 
 SPEC = JobSpec(4, 256, (4, 64), 1, 4, 1000)
-JOB = JobDefinition("team.digits", SPEC)
 OWNER = {
     "apiVersion": "adascale.dev/v1alpha1",
     "kind": "AdaScaleJob",
@@ -40,7 +38,7 @@ def workload(made_of: Mapping[str, Any] | None = None, **of_job: Any) -> AdaScal
         name="digits",
         uid="b7d1",
         generation=1,
-        job=replace(JOB, **of_job),
+        job=define("team.digits", **{"spec": SPEC, **of_job}),
         template=made_of or template(container(command=["python", "train.py"])),
         created_at=1_700_000_000,
         settings=OperatorSettings("http://adascale-api.adascale-system:8265"),

@@ -14,7 +14,7 @@ from typing import Final
 
 from adascale_controller.formatting import plural
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import JobDefinition
+from adascale_controller.schema import JobDefinition
 from adascale_core.failures import (
     FailureCount,
     ProgramFailure,
@@ -158,14 +158,14 @@ def find_end(
     `started_at` is on the clock of `now`, and None before the start. `restarts_before` restarts without
     progress do not count. `out_of_memory`: a replica was ended at its memory limit.
     """
-    deadline, limit = job.active_deadline_seconds, job.backoff_limit
+    deadline, limit = job.spec.active_deadline_seconds, job.spec.backoff_limit
     if deadline is not None and started_at is not None and now >= started_at + deadline:
         return End(Reason.DEADLINE_EXCEEDED, f"activeDeadlineSeconds ({deadline}) exceeded")
     count = failures.count
     if count.exceeds(limit):
         message = f"The program has failed {plural(count.count, 'time')}, backoffLimit ({limit}) exceeded"
         return _with_cause(Reason.BACKOFF_LIMIT_EXCEEDED, message, failures)
-    most, view = job.max_restarts_without_progress, failures.view
+    most, view = job.spec.max_restarts_without_progress, failures.view
     restarts = view.restarts_without_progress - restarts_before if view is not None else 0
     if view is not None and restarts > most:
         return End(

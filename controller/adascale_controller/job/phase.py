@@ -8,7 +8,7 @@ from enum import Enum, auto
 from adascale_controller.formatting import plural
 from adascale_controller.job.failures import Failures
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import JobDefinition
+from adascale_controller.schema import JobDefinition
 from adascale_core.decision.deadline import Feasibility
 
 
@@ -49,16 +49,16 @@ Explanation = tuple[Reason, str]
 
 def requested_stop(job: JobDefinition) -> Explanation | None:
     """Return why the spec of a job lets it have no replicas now; None if it may have some."""
-    if job.suspend:
+    if job.spec.suspend:
         return Reason.SUSPENDED, "spec.suspend is true"
-    if job.replica_limit == 0:
+    if job.spec.replica_limit == 0:
         return Reason.SCALED_TO_ZERO, "spec.replicaLimit is 0"
     return None
 
 
 def replica_limit_problem(job: JobDefinition) -> str | None:
     """Return a message about a limit below the smallest valid count. None if there is no such limit."""
-    limit, fewest = job.replica_limit, job.core_replicas
+    limit, fewest = job.spec.replica_limit, job.core_replicas
     if not limit or limit >= fewest:
         return None
     return (
@@ -71,7 +71,9 @@ def replica_limit_problem(job: JobDefinition) -> str | None:
 def describe_start(job: JobDefinition, replicas: int, failures: int, *, has_trained: bool) -> Explanation:
     """Return why a job does not train yet whose replicas start."""
     if failures:
-        message = f"Restarting after failure {failures} of the program (backoffLimit {job.backoff_limit})"
+        message = (
+            f"Restarting after failure {failures} of the program (backoffLimit {job.spec.backoff_limit})"
+        )
         return Reason.PROGRAM_FAILED, message
     if has_trained:
         return Reason.REENTERING, f"Resuming on {plural(replicas, 'replica')}"
@@ -96,7 +98,7 @@ def describe_change(before: int, after: int, reason: str) -> str:
 
 def deadline_target(job: JobDefinition) -> str:
     """Return the deadline of a job in words."""
-    return f"completionDeadlineSeconds ({job.completion_deadline_seconds})"
+    return f"completionDeadlineSeconds ({job.spec.completion_deadline_seconds})"
 
 
 def describe_completion(job: JobDefinition, *, in_time: bool) -> Explanation:

@@ -12,7 +12,6 @@ from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedEr
 from adascale_controller.formatting import capitalized, count, describe_batch, duration, plural, trimmed
 from adascale_controller.job.phase import describe_change, describe_feasibility
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display, RunStatus
 from adascale_controller.local.machine import describe_contention
 from adascale_controller.local.processes import StopSignals, has_message
@@ -22,6 +21,7 @@ from adascale_controller.local.service_process import ServiceSupervisor
 from adascale_controller.schedule.measurements import training_target
 from adascale_controller.schedule.memory import lowest
 from adascale_controller.schedule.standing import ExplanationSchedule
+from adascale_controller.schema import JobDefinition
 from adascale_core.decision.decide import Contender, Decision, Solution, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState
@@ -181,12 +181,12 @@ class LocalControlLoop:
         Others may request allocations too, so it is requested again if another came before it.
         """
         self.limit = self.scale_requests.apply(self.limit)
-        self.client.declare_job(self.job.id, self.job.spec)
+        self.client.declare_job(self.job.id, self.job.declaration)
         view = self.client.get_job(self.job.id)
         if view.complete:
             # A finished job has more steps to make now. Only a new job can be incomplete again.
             self.client.delete_job(self.job.id)
-            self.client.declare_job(self.job.id, self.job.spec)
+            self.client.declare_job(self.job.id, self.job.declaration)
         for attempts_left in reversed(range(MAX_ATTEMPTS)):
             try:
                 self._request_first(view)
@@ -298,10 +298,10 @@ class LocalControlLoop:
 
     def _state(self, view: JobView, now: float) -> JobState:
         """Return the job as the decision sees it."""
-        seconds = self.job.completion_deadline_seconds
+        seconds = self.job.spec.completion_deadline_seconds
         due = None if seconds is None else self._started_at + seconds
         self._memory.observe_deadline(due, now, now)
-        state = self._measurements.job_state(self.job, view, self._total(view))
+        state = self._measurements.job_state(self.job.id, self.job.declaration, view, self._total(view))
         limits = [*self._memory.limits(lambda: 0, now)]
         if state.replicas > self.limit.replicas:
             limited = plural(self.limit.replicas, "replica")
@@ -315,7 +315,7 @@ class LocalControlLoop:
 
     def report_deadline(self, decision: Decision, now: float) -> None:
         """Show whether the replicas of this run can meet the deadline, if that is known and has changed."""
-        seconds = self.job.completion_deadline_seconds
+        seconds = self.job.spec.completion_deadline_seconds
         if seconds is None:
             return
         outlook = describe_feasibility(
@@ -368,7 +368,7 @@ class LocalControlLoop:
 
     def _total(self, view: JobView) -> float | None:
         """Return the progress at which the run ends; None if it is not known."""
-        ends = [end for end in (training_target(self.job, view), self.until) if end is not None]
+        ends = [end for end in (training_target(self.job.declaration, view), self.until) if end is not None]
         return min(ends) if ends else None
 
     def _status(self, view: JobView, activity: str = "") -> RunStatus:

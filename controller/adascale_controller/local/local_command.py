@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adascale_controller.job_definition import JobDefinition, trainer_environment
+from adascale_controller.schema import JobDefinition
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 
@@ -43,15 +43,25 @@ def resolve_command(
     References to environment variables are expanded as Kubernetes does.
     """
     cwd, ignored = _working_dir(job)
-    if job.opportunistic is not None:
+    if job.spec.opportunistic is not None:
         ignored.append("spec.opportunistic, since there are extra pods on a cluster only")
     folder = checkpoints if isinstance(checkpoints, str) else str(checkpoints.absolute())
-    env = {**trainer_environment(job), names.ENV_JOB_ID: job.id, names.ENV_CHECKPOINT_DIR: folder}
-    for name, value in job.env.items():
+    env = {**job.environment, names.ENV_JOB_ID: job.id, names.ENV_CHECKPOINT_DIR: folder}
+    worker = job.worker
+    for name, value in {
+        each.name: each.value or "" for each in worker.env if each.value_from is None
+    }.items():
         # A value may refer to the variables before it, and to ours, which the job cannot replace.
         env.setdefault(name, _expand(value, env))
+    ignored += [
+        f"environment variable {each.name} (valueFrom {', '.join(each.value_from)})"
+        for each in worker.env
+        if each.value_from is not None
+    ]
+    if worker.env_from:
+        ignored.append("the environment variables of envFrom")
     path = os.pathsep.join((str(Path(sys.executable).parent), environ.get("PATH", os.defpath)))
-    command = [_expand(part, env) for part in job.command]
+    command = [_expand(part, env) for part in (*worker.command, *worker.args)]
     if _PYTHON.match(command[0]):
         command[0] = sys.executable
     _require_program(command, cwd, path)
@@ -64,19 +74,19 @@ def resolve_command(
             **env,
         },
         cwd=cwd,
-        ignored=(*job.cluster_only_env, *ignored),
+        ignored=tuple(ignored),
     )
 
 
 def _working_dir(job: JobDefinition) -> tuple[Path, list[str]]:
     """Return the working directory, and the ignored fields: a workingDir of the image may not exist here."""
-    current = Path.cwd()
-    if job.working_dir is None:
+    current, folder = Path.cwd(), job.worker.working_dir
+    if folder is None:
         return current, []
-    requested = current / job.working_dir
+    requested = current / folder
     if requested.is_dir():
         return requested, []
-    return current, [f"workingDir {job.working_dir}, which does not exist here; using {current}"]
+    return current, [f"workingDir {folder}, which does not exist here; using {current}"]
 
 
 def _expand(text: str, env: Mapping[str, str]) -> str:

@@ -12,15 +12,15 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from adascale_controller.formatting import plural
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display
 from adascale_controller.local.machine import cpu_cores, default_replica_limit
 from adascale_controller.local.state_dir import StateDir, replace_file
+from adascale_controller.schema import JobDefinition
 from adascale_core.errors import AdaScaleError
 
 
@@ -44,12 +44,16 @@ class ReplicaLimit:
         return f"{plural(self.replicas, 'replica')}{spares}"
 
 
-def replica_limit(job: JobDefinition, requested: int | None, devices: Sequence[str]) -> ReplicaLimit:
+def replica_limit(
+    job: JobDefinition, requested: int | None, devices: Sequence[str], *, is_scaled: bool = False
+) -> ReplicaLimit:
     """Return the most replicas at once, at most those `requested` with --replicas, spares included.
 
-    Spares take the places of replicas beyond the fewest that the job needs.
+    Spares take the places of replicas beyond the fewest that the job needs. As with `kubectl scale`, a
+    request of `adascale scale` replaces spec.replicaLimit.
     """
-    processes = job.spec.processes_per_replica or 1
+    spec = job.spec
+    processes = spec.processes_per_replica or 1
     limit = requested or max(default_replica_limit(devices) // processes, 1)
     if devices and limit * processes > len(devices):
         raise ReplicaLimitError(
@@ -57,7 +61,6 @@ def replica_limit(job: JobDefinition, requested: int | None, devices: Sequence[s
             f"needs {'one' if processes == 1 else processes}; to train on the CPU, set CUDA_VISIBLE_DEVICES "
             "to the empty string"
         )
-    spec = job.spec
     source = f"--replicas is {limit}"
     if not requested:
         machine = plural(len(devices), "GPU") if devices else f"{plural(cpu_cores(), 'core')} and no GPU"
@@ -68,13 +71,13 @@ def replica_limit(job: JobDefinition, requested: int | None, devices: Sequence[s
         raise ReplicaLimitError(
             f"{needs}, but {source}: use --replicas {fewest} or more, or lower spec.minReplicas"
         )
-    specified = spec.max_replicas if job.replica_limit is None else job.replica_limit
+    specified = spec.max_replicas if is_scaled or spec.replica_limit is None else spec.replica_limit
     if fewest > specified:
         raise ReplicaLimitError(
             f"{needs}, but spec.replicaLimit is {specified}: raise spec.replicaLimit to {fewest} or more, or "
             "lower spec.minReplicas"
         )
-    spares = min(job.spare_replicas, limit - fewest)
+    spares = min(spec.spare_replicas, limit - fewest)
     most = min(limit - spares, specified, spec.max_replicas)
     if most == spec.max_replicas:
         source = ""
@@ -94,8 +97,7 @@ class ScaleRequests:
         self, folder: StateDir, job: JobDefinition, devices: Sequence[str], display: Display
     ) -> None:
         self._folder = folder
-        # As with `kubectl scale`, the request replaces spec.replicaLimit.
-        self._job = replace(job, replica_limit=None)
+        self._job = job
         self._devices = devices
         self._display = display
 
@@ -108,7 +110,8 @@ class ScaleRequests:
         if request.get("process") != os.getpid():
             return limit
         try:
-            requested = replica_limit(self._job, int(request["replicas"]), self._devices)
+            replicas = int(request["replicas"])
+            requested = replica_limit(self._job, replicas, self._devices, is_scaled=True)
         except ReplicaLimitError as error:
             self._answer(request, {"error": str(error)})
             self._display.message(f"A request of `adascale scale` is refused: {error}")

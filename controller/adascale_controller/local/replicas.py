@@ -15,13 +15,13 @@ from rich.text import Text
 from adascale_controller.job.failures import End, Failures, find_end, restart_pause
 from adascale_controller.job.placement_backoff import startable
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.machine import ADDRESS, gpu_environment
 from adascale_controller.local.processes import ChildProcess, TrainerMessages, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.schedule.memory import JobMemory
+from adascale_controller.schema import JobDefinition
 from adascale_core import names
 from adascale_core.failures import ExitClass, FailureCount, ProgramFailure, classify_exit, describe_exit
 from adascale_core.messages.registration import ReplicaState
@@ -261,7 +261,7 @@ class Replicas:
         if len(failing) > current.spares:
             problem = Reason.REPLICA_CHECK_FAILED, self._failed_checks[failing[-1]][1]
         placed = startable(set(current.indices).difference(failing), current.spares)
-        self.memory.observe_placement(self._job.spec, view, current, placed, problem, lambda: 0, now)
+        self.memory.observe_placement(self._job.declaration, view, current, placed, problem, lambda: 0, now)
 
     def _record_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> None:
         """Record that the program has failed on a replica, and when to restart it."""
@@ -286,7 +286,7 @@ class Replicas:
         end = find_end(self._job, failures, self._started_at, now, restarts_before=self._restarts_before)
         if end is None:
             if self._counted.count > before.count:
-                self._display.message(failures.describe(self._job.backoff_limit), "yellow")
+                self._display.message(failures.describe(self._job.spec.backoff_limit), "yellow")
             return None
         log = "\n".join(end.failure.splitlines()[1:])
         if end.reason is Reason.NO_PROGRESS:

@@ -20,13 +20,13 @@ from adascale_controller.formatting import (
     trimmed,
 )
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.job_overview import describe_size, format_result
 from adascale_controller.local.display import Display
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replica_limit import ReplicaLimit
 from adascale_controller.local.replicas import RunResult, output_text
 from adascale_controller.local.state_dir import StateDir
+from adascale_controller.schema import JobDefinition
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import downtime
@@ -139,7 +139,7 @@ def completed_message(job: JobDefinition, until: int | None, checkpoint: Manifes
     """Return a message if the job needs no more training; None if it does."""
     if checkpoint is None:
         return None
-    steps = job.spec.steps
+    steps = job.declaration.steps
     result = f": {format_result(checkpoint.result)}" if checkpoint.result else ""
     finished = f"{job.short_id} has already finished, at progress {_progress(checkpoint)}{result}"
     if checkpoint.finished and checkpoint.finish_reason:
@@ -166,19 +166,19 @@ def print_start(
 ) -> None:
     """Print the job's settings, where its page, state and output are, and the step that it resumes at."""
     below = f" (maxReplicas is {job.spec.max_replicas}; {limit.source})" if limit.source else ""
-    display.message(f"{job.short_id}: {describe_size(job.spec, limit.replicas)}{below}", "bold")
+    display.message(f"{job.short_id}: {describe_size(job.declaration, limit.replicas)}{below}", "bold")
     # On a line of its own, which is not wrapped.
     display.message("page")
     display.print(Text(page))
     display.message(f"metrics  curl {url}/jobs/{job.short_id}/gain")
     display.message(f"state    {folder.path}")
     display.message(f"output   {folder.replica_log(0)}")
-    if job.spare_replicas:
-        reason = "" if limit.spares == job.spare_replicas else ", as many as this machine has room for"
-        display.message(f"spares   {limit.spares} of spareReplicas {job.spare_replicas}{reason}")
+    if job.spec.spare_replicas:
+        reason = "" if limit.spares == job.spec.spare_replicas else ", as many as this machine has room for"
+        display.message(f"spares   {limit.spares} of spareReplicas {job.spec.spare_replicas}{reason}")
     for setting in command.ignored:
         display.message(f"Ignored on this machine: {setting}", "yellow")
-    if checkpoint is not None and checkpoint.finished and job.spec.steps is None:
+    if checkpoint is not None and checkpoint.finished and job.declaration.steps is None:
         display.message(
             f"Finished before, at step {count(checkpoint.step)}, progress {_progress(checkpoint)}; "
             "continuing if more is required now"

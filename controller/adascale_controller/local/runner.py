@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job.phase import requested_stop
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.control_loop import LocalControlLoop
 from adascale_controller.local.display import Display, LiveDisplay
 from adascale_controller.local.local_command import LocalCommand, resolve_command
@@ -52,6 +51,7 @@ from adascale_controller.local.state_dir import (
     location,
     newest_manifest,
 )
+from adascale_controller.schema import JobDefinition
 from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import AdaScaleError
@@ -82,7 +82,7 @@ def run_job(job: JobDefinition, options: RunOptions, display: Display) -> int:
         display.message(f"{job.short_id} is not run: {stop[1]}")
         return 0
     folder = StateDir(options.state_dir or DEFAULT_ROOT / job.id)
-    chosen = job.checkpoint_url or job.checkpoint.path
+    chosen = job.checkpoint_url or job.spec.checkpoint.path
     checkpoints = location(chosen, folder.checkpoints)
     environ = _inherited_environ(os.environ)
     devices = visible_gpus(environ)
@@ -103,7 +103,7 @@ def run_job(job: JobDefinition, options: RunOptions, display: Display) -> int:
         if completed is not None:
             display.message(completed)
             return 0
-        record = RunRecord(job.id, time.time(), job.spec.steps, chosen, versions)
+        record = RunRecord(job.id, time.time(), job.declaration.steps, chosen, versions)
         run_starts = record_start(folder, record)
         _register(folder, display)
         run = _Run(job, options, display, signals, folder, checkpoints, lock, listener, run_starts)

@@ -10,10 +10,10 @@ from statistics import fmean, median
 from weakref import WeakKeyDictionary
 
 from adascale_controller.formatting import plural
-from adascale_controller.job_definition import JobDefinition
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import EfficiencyBound
 from adascale_core.decision.job_utility import JobState
+from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.job_summary import training_replicas
@@ -318,13 +318,18 @@ class JobMeasurements:
             self._idle_since = None
 
     def job_state(
-        self, job: JobDefinition, view: JobView, total: float | None, accelerator: str | None = None
+        self,
+        job_id: str,
+        spec: JobSpec,
+        view: JobView,
+        total: float | None,
+        accelerator: str | None = None,
     ) -> JobState:
         """Return the decision's input, from what `update` or `add_reported` has measured.
 
         `accelerator` is the type that the operator has chosen; None for the type that was measured last.
         """
-        spec, report = job.spec, view.latest
+        report = view.latest
         progress = report.progress if report else 0.0
         bounds = spec.bounds.with_limit(view.local_bsz_limit_on(accelerator))
         estimate = report.estimate if report else None
@@ -338,7 +343,7 @@ class JobMeasurements:
         if self._stable is not None and self._stable[0] == view.generation and not view.broken:
             stable_since = self._stable[1]
         return JobState(
-            id=job.id,
+            id=job_id,
             arrival=0.0,
             bounds=bounds,
             min_replicas=spec.min_replicas,
@@ -425,13 +430,13 @@ def _is_same(before: StepTime, after: StepTime) -> bool:
     return max(abs(before.step_time - after.step_time), sync) < SAME_TIME * before.step_time
 
 
-def training_target(job: JobDefinition, view: JobView) -> float | None:
+def training_target(spec: JobSpec, view: JobView) -> float | None:
     """Return the progress at which a job ends: that of its spec, or what its trainers report.
 
     None if the program decides, or before the first report.
     """
-    if job.spec.steps is not None:
-        return job.spec.steps
+    if spec.steps is not None:
+        return spec.steps
     return view.latest.target if view.latest is not None else None
 
 

@@ -12,7 +12,6 @@ from enum import StrEnum
 
 import numpy as np
 
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.schedule.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_controller.simulation.application import Application, fixed_plan
 from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
@@ -88,7 +87,7 @@ class AdaScalePolicy:
         self._fairness = fairness
         self._templates = TemplateMeasurements()
         self._measurements: dict[str, JobMeasurements] = {}
-        self._jobs: dict[str, JobDefinition] = {}
+        self._specs: dict[str, JobSpec] = {}
         self._nodes: list[Node] = []
         self._solution = Solution()
         self._demands: dict[tuple[str, str], tuple[tuple[int, ...], Demand]] = {}
@@ -197,20 +196,20 @@ class AdaScalePolicy:
         self, job: SimulatedJob, settings: SimulationSettings, now: float, accelerator: str | None = None
     ) -> JobState:
         """Return the state of a job, on a type of accelerator if types are distinguished."""
-        if job.name not in self._jobs:
+        if job.name not in self._specs:
             restart = settings.restart if job.submission.restart is None else job.submission.restart
-            self._jobs[job.name] = _job(job, settings.total)
+            self._specs[job.name] = _spec(job, settings.total)
             self._measurements[job.name] = JobMeasurements(
                 self._templates.of(job.application.name), restart, settings.prepare, restart
             )
-        spec, measurements = self._jobs[job.name], self._measurements[job.name]
+        spec, measurements = self._specs[job.name], self._measurements[job.name]
         key = now, job.report, job.nodes
         if job.name not in self._views or self._views[job.name][0] != key:
             view = _view(job, spec)
             measurements.update(view, now)
             self._views[job.name] = key, view
         view = self._views[job.name][1]
-        state = measurements.job_state(spec, view, training_target(spec, view), accelerator)
+        state = measurements.job_state(job.name, spec, view, training_target(spec, view), accelerator)
         is_training = job.replicas > 0 and now >= job.trains_from
         deadline = job.submission.deadline
         return replace(
@@ -224,7 +223,7 @@ class AdaScalePolicy:
         )
 
 
-def _job(job: SimulatedJob, total: int) -> JobDefinition:
+def _spec(job: SimulatedJob, total: int) -> JobSpec:
     application = job.application
     bounds = application.bounds
     most = _most_replicas(application, total)
@@ -233,18 +232,15 @@ def _job(job: SimulatedJob, total: int) -> JobDefinition:
         # The memory of a type limits the local batch further, as `_view` says.
         uppers = [each.bounds.upper for each in job.submission.by_type.values()]
         pair = pair[0], max((upper for upper in uppers if upper is not None), default=pair[1])
-    return JobDefinition(
-        f"{job.name}",
-        JobSpec(
-            bounds.batch_size,
-            bounds.max_batch_size,
-            pair,
-            application.min_replicas,
-            most,
-            round(application.epoch_ends[-1]),
-            elastic_single_replica=bounds.elastic_single_replica,
-            local_bsz_limit=bounds.local_bsz_limit,
-        ),
+    return JobSpec(
+        bounds.batch_size,
+        bounds.max_batch_size,
+        pair,
+        application.min_replicas,
+        most,
+        round(application.epoch_ends[-1]),
+        elastic_single_replica=bounds.elastic_single_replica,
+        local_bsz_limit=bounds.local_bsz_limit,
     )
 
 
@@ -254,12 +250,12 @@ def _most_replicas(application: Application, total: int) -> int:
     return min(total, most if application.max_replicas is None else min(most, application.max_replicas))
 
 
-def _view(job: SimulatedJob, spec: JobDefinition) -> JobView:
+def _view(job: SimulatedJob, spec: JobSpec) -> JobView:
     """Return what the metrics service would answer about a job."""
     desired = Allocation(job.generation, job.replicas) if job.generation else None
     return replace(
-        JobView.empty(spec.id),
-        spec=spec.spec,
+        JobView.empty(job.name),
+        spec=spec,
         desired=desired,
         active=ActiveAllocation(job.generation, job.replicas) if job.generation else None,
         latest=job.report,

@@ -14,7 +14,6 @@ import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from adascale_controller.job_definition import trainer_environment
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, template_digest
 from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Manifest, only
@@ -65,8 +64,8 @@ def build_pod_template(job: AdaScaleJob, pod: NewPod, *, single_node: bool) -> M
     worker = _worker(template)
     _start_by_agent(worker)
     _set_environment(worker, job, spec, pod)
-    if pod.extra and job.valid_job.opportunistic is not None:
-        _set_priority(spec, job.valid_job.opportunistic.priority_class_name)
+    if pod.extra and job.valid_job.spec.opportunistic is not None:
+        _set_priority(spec, job.valid_job.spec.opportunistic.priority_class_name)
     if pod.accelerator is not None:
         _require_accelerator(spec, job.settings.accelerator_label, pod.accelerator)
     spec |= copy.deepcopy(dict(pod.scheduling))
@@ -277,7 +276,7 @@ def _set_environment(worker: Manifest, job: AdaScaleJob, spec: Manifest, pod: Ne
 def _environment(job: AdaScaleJob) -> dict[str, str]:
     authority = {names.ENV_CA_FILE: f"{TOKEN_FOLDER}/{names.AUTHORITY_FILE}"}
     return (
-        trainer_environment(job.valid_job)
+        job.valid_job.environment
         | (authority if job.settings.tls_secret is not None else {})
         | {
             names.ENV_JOB_ID: job.id,
@@ -285,7 +284,6 @@ def _environment(job: AdaScaleJob) -> dict[str, str]:
             names.ENV_API_URL: job.settings.url_in_pods,
             names.ENV_TOKEN_FILE: f"{TOKEN_FOLDER}/{TOKEN_FILE}",
             names.ENV_CHECKPOINT_DIR: job.checkpoint_dir,
-            names.ENV_CHECKPOINT_INTERVAL: repr(job.valid_job.checkpoint.interval_seconds),
         }
     )
 
@@ -295,7 +293,7 @@ def _add_credentials(worker: Manifest, job: AdaScaleJob) -> None:
 
     A later source takes precedence over an earlier one, and `env` over both.
     """
-    secret = job.valid_job.checkpoint.credentials_secret
+    secret = job.valid_job.spec.checkpoint.credentials_secret
     if secret is not None:
         _items(worker, "envFrom").insert(0, {"secretRef": {"name": secret}})
 
@@ -471,7 +469,7 @@ def pod_group_manifest(job: AdaScaleJob, gang: str, pod_spec: ApiObject) -> Mani
 
 def claim_manifest(job: AdaScaleJob) -> Manifest | None:
     """Return the claim that the operator creates. None if the user names a claim or a path."""
-    checkpoint = job.valid_job.checkpoint
+    checkpoint = job.valid_job.spec.checkpoint
     if checkpoint.path is not None or checkpoint.claim_name is not None or job.claim_name is None:
         return None
     spec: dict[str, Any] = {

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Self
 
-from adascale_controller.job_definition import JobDefinition, to_job
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, seconds
 from adascale_controller.operator.types.settings import CHECKPOINT_FOLDER, OperatorSettings, Queueing
-from adascale_controller.schema import find_worker
+from adascale_controller.schema import JobDefinition, find_worker
 from adascale_controller.validation import validate_document
 from adascale_core import names
 from adascale_core.messages.allocation import Allocation
@@ -44,7 +43,7 @@ class AdaScaleJob:
     @property
     def deadline(self) -> float | None:
         """When it should be complete, in seconds since 1970; None if it has no such target."""
-        seconds = self.job.completion_deadline_seconds if self.job is not None else None
+        seconds = self.job.spec.completion_deadline_seconds if self.job is not None else None
         return None if seconds is None else float(self.created_at + seconds)
 
     @classmethod
@@ -106,7 +105,7 @@ class AdaScaleJob:
 
     def queue_of(self, *, extra: bool) -> str | None:
         """Return the LocalQueue of its pods, or of its extra pods. None if they are in none."""
-        settings = self.valid_job.opportunistic
+        settings = self.valid_job.spec.opportunistic
         return settings.queue_name if extra and settings is not None else self.queueing.queue
 
     @property
@@ -126,14 +125,14 @@ class AdaScaleJob:
 
         None if they are saved in an object store, or the template mounts `checkpoint.path` itself.
         """
-        if self.valid_job.checkpoint.path is not None or self.valid_job.checkpoint.url is not None:
+        if self.valid_job.spec.checkpoint.path is not None or self.valid_job.spec.checkpoint.url is not None:
             return None
-        return self.valid_job.checkpoint.claim_name or f"{self.name}-checkpoints"
+        return self.valid_job.spec.checkpoint.claim_name or f"{self.name}-checkpoints"
 
     @property
     def checkpoint_dir(self) -> str:
         """Where checkpoints are saved: a URL, `checkpoint.path`, or the job's own folder in the claim."""
-        folder = self.valid_job.checkpoint.path or f"{CHECKPOINT_FOLDER}/{self.namespace}.{self.name}"
+        folder = self.valid_job.spec.checkpoint.path or f"{CHECKPOINT_FOLDER}/{self.namespace}.{self.name}"
         return self.valid_job.checkpoint_url or folder
 
 
@@ -145,8 +144,8 @@ def template_digest(job: AdaScaleJob, *, single_node: bool) -> str:
 
 
 def _digest(job: AdaScaleJob, *, single_node: bool) -> str:
-    checkpoint, step_timeout = job.valid_job.checkpoint, job.valid_job.step_timeout_seconds
-    opportunistic = job.valid_job.opportunistic
+    checkpoint, step_timeout = job.valid_job.spec.checkpoint, job.valid_job.spec.step_timeout_seconds
+    opportunistic = job.valid_job.spec.opportunistic
     # Replicas read new bounds from the metrics service. What the operator adds to the template is left out
     # too, so that an upgrade does not replace all pods.
     parts = {
@@ -181,16 +180,15 @@ def _parse(raw: ApiObject) -> tuple[JobDefinition | None, str | None]:
     document = validate_document(content)
     if isinstance(document, list):
         return None, "; ".join(map(str, document))
-    job = to_job(document)
-    path = job.checkpoint.path
-    if path is not None and job.spec.max_replicas > 1:
+    path = document.spec.checkpoint.path
+    if path is not None and document.spec.max_replicas > 1:
         reason = why_not_shared(raw["spec"]["template"], path)
         if reason is not None:
             return None, (
                 f"spec.checkpoint.path: {reason}, so replicas can't read each other's checkpoints. Mount a "
                 "volume there that all replicas share, or set spec.checkpoint.claimName"
             )
-    return job, None
+    return document, None
 
 
 _POD_LOCAL: Final = frozenset({"emptyDir", "ephemeral"})

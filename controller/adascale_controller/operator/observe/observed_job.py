@@ -99,7 +99,7 @@ class ObservedJob:
     def core(self) -> int | None:
         """The number of replicas that are not extra pods; None if none of its pods are."""
         job = self.resource.job
-        return job.core_replicas if job is not None and job.opportunistic is not None else None
+        return job.core_replicas if job is not None and job.spec.opportunistic is not None else None
 
     @property
     def accelerator(self) -> str | None:
@@ -269,15 +269,15 @@ class ObservedJob:
     @property
     def missing_spares(self) -> int:
         """The number of spares of its spec that are on no node."""
-        return max(self.resource.valid_job.spare_replicas - len(self.replica_pods[1]), 0)
+        return max(self.resource.valid_job.spec.spare_replicas - len(self.replica_pods[1]), 0)
 
     @property
     def extra_pods_problem(self) -> str | None:
         """Why extra pods can't be made as the spec says; None if they can, or it is not known."""
         job = self.resource.job
-        if job is None or job.opportunistic is None:
+        if job is None or job.spec.opportunistic is None:
             return None
-        name, priority = job.opportunistic.priority_class_name, self.admission.extra_priority
+        name, priority = job.spec.opportunistic.priority_class_name, self.admission.extra_priority
         if self.admission.extra_problem:
             return (
                 f"the API server rejects extra pods: {self.admission.extra_problem}. Create PriorityClass "
@@ -403,7 +403,7 @@ class LookupResults:
 
 def read_claim(job: AdaScaleJob, name: str, raw: ApiObject | None) -> CheckpointClaim:
     """Return the checkpoint claim of a job."""
-    checkpoint = job.valid_job.checkpoint
+    checkpoint = job.valid_job.spec.checkpoint
     modes = raw["spec"]["accessModes"] if raw is not None else [checkpoint.access_mode or DEFAULT_ACCESS_MODE]
     own = checkpoint.claim_name is None
     return CheckpointClaim(name, own, raw is not None, single_node="ReadWriteMany" not in modes)
@@ -414,7 +414,7 @@ def assumed_claim(job: AdaScaleJob) -> ApiObject | None:
 
     A claim of the user's is assumed to exist and to be ReadWriteMany. If it is not, its pods show it.
     """
-    is_own = job.valid_job.checkpoint.claim_name is None
+    is_own = job.valid_job.spec.checkpoint.claim_name is None
     return None if is_own else {"spec": {"accessModes": ["ReadWriteMany"]}}
 
 

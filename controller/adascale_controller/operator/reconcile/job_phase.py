@@ -53,7 +53,7 @@ def failures_of(observed: ObservedJob) -> Failures:
         observed.service,
         observed.current_allocation,
         # A suspended job has no spares, but its pods may have been spares.
-        max(observed.spares, job.spare_replicas if job is not None else 0),
+        max(observed.spares, job.spec.spare_replicas if job is not None else 0),
         finished=observed.program_finished,
     )
 
@@ -137,9 +137,9 @@ def _reason(name: str, default: Reason) -> Reason:
 def deadline(observed: ObservedJob) -> float | None:
     """Return when `activeDeadlineSeconds` has passed, in seconds since 1970; None while it does not count."""
     job, started = observed.resource.job, seconds(observed.resource.status.get("startTime"))
-    if job is None or job.active_deadline_seconds is None or started is None:
+    if job is None or job.spec.active_deadline_seconds is None or started is None:
         return None
-    return started + job.active_deadline_seconds
+    return started + job.spec.active_deadline_seconds
 
 
 def _blocked(observed: ObservedJob) -> _Finding | None:
@@ -249,7 +249,7 @@ def replacement_spares(observed: ObservedJob, ranks: range) -> int:
 
 def _has_further_pod(observed: ObservedJob) -> bool:
     job, allocation = observed.resource.job, observed.current_allocation
-    return job is not None and allocation is not None and allocation.spares > job.spare_replicas
+    return job is not None and allocation is not None and allocation.spares > job.spec.spare_replicas
 
 
 def _is_one_by_one(observed: ObservedJob) -> bool:
@@ -306,7 +306,7 @@ def _may_have_spares(observed: ObservedJob) -> bool:
     if job is None or job.spec.processes_per_replica is not None:
         # Spares of replicas of several processes were not tried.
         return False
-    return job.spec.max_replicas + job.spare_replicas < names.MAX_REPLICAS
+    return job.spec.max_replicas + job.spec.spare_replicas < names.MAX_REPLICAS
 
 
 def _lacks_room(observed: ObservedJob) -> bool:
@@ -359,7 +359,7 @@ def _can_spare_one(observed: ObservedJob) -> bool:
     if job is None or allocation is None:
         return False
     fewer = range(job.spec.min_replicas, allocation.replicas)
-    return any(is_valid_replicas(job.spec.bounds, count) for count in fewer)
+    return any(is_valid_replicas(job.declaration.bounds, count) for count in fewer)
 
 
 def _has_failed(pod: Pod) -> bool:

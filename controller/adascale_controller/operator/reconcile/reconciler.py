@@ -151,7 +151,7 @@ def _allocation(
         # Kueue has admitted it, so its pods wait for nodes as any others.
         count = decision.replicas or (observed.group_size if observed.is_queued else 0)
     job = observed.resource.job
-    spares = job.spare_replicas if job is not None and count else 0
+    spares = job.spec.spare_replicas if job is not None and count else 0
     spares += replacement_spares(observed, range(count + spares))
     if current is None:
         return Allocation(observed.view.last_generation + 1, count, spares=spares) if count else None
@@ -199,9 +199,9 @@ def _is_due(observed: ObservedJob, assessment: Assessment, allocation: Allocatio
 def _declaration(observed: ObservedJob, assessment: Assessment) -> JobSpec | None:
     job, view = observed.resource.job, observed.service
     runnable = assessment.phase is JobPhase.RUNNABLE
-    if job is None or view is None or not runnable or view.spec == job.spec:
+    if job is None or view is None or not runnable or view.spec == job.declaration:
         return None
-    return job.spec
+    return job.declaration
 
 
 # -- pods -------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def _gives_group_up(observed: ObservedJob, assessment: Assessment, allocation: A
 def _is_expired(observed: ObservedJob, assessment: Assessment, status: Status) -> bool:
     """Whether `ttlSecondsAfterFinished` has passed."""
     job = observed.resource.job
-    ttl = job.ttl_seconds_after_finished if job is not None else None
+    ttl = job.spec.ttl_seconds_after_finished if job is not None else None
     ended_at = seconds(status.get("completionTime"))
     return assessment.ended and ttl is not None and ended_at is not None and observed.now >= ended_at + ttl
 
@@ -348,8 +348,8 @@ def _times(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
         if ended_at is not None:
             if observed.now < ended_at + END_TIMEOUT:
                 yield ended_at + END_TIMEOUT
-            if job is not None and job.ttl_seconds_after_finished is not None:
-                yield ended_at + job.ttl_seconds_after_finished
+            if job is not None and job.spec.ttl_seconds_after_finished is not None:
+                yield ended_at + job.spec.ttl_seconds_after_finished
         return
     missing = _missing(observed, _pod_count(observed, assessment, observed.current_allocation))
     yield from (due for _, _, due in missing if due > observed.now)

@@ -219,7 +219,7 @@ def _reported(observed: ObservedJob) -> Status:
     if report is None or (has_ended(current) and current.get("progress") == int(report.progress)):
         return {name: value for name, value in current.items() if name in REPORTED_FIELDS}
     job = observed.resource.job
-    steps = (job.spec.steps if job is not None else None) or report.target
+    steps = (job.declaration.steps if job is not None else None) or report.target
     return {
         "batchSize": report.replicas * report.local_bsz * report.accumulation,
         "localBatchSize": report.local_bsz,
@@ -306,7 +306,7 @@ def _describe_spares(observed: ObservedJob, allocation: Allocation | None) -> st
 def _spares(observed: ObservedJob, allocation: Allocation | None) -> int:
     """Return the number of spares, without the further pod while those of another template are replaced."""
     job = observed.resource.job
-    return 0 if allocation is None or job is None else min(allocation.spares, job.spare_replicas)
+    return 0 if allocation is None or job is None else min(allocation.spares, job.spec.spare_replicas)
 
 
 def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) -> JobCondition:
@@ -352,7 +352,7 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> JobCon
         scheduled.decision.feasibility,
         has_passed=observed.now >= due and not observed.program_finished,
         # Its smallest count may exceed its replicaLimit.
-        limit=None if job.replica_limit is None else max(job.replica_limit, job.core_replicas),
+        limit=None if job.spec.replica_limit is None else max(job.spec.replica_limit, job.core_replicas),
     )
     if outlook is None:
         before = condition_of(observed.resource.status, kind)
@@ -458,7 +458,7 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
         yield Event("LocalBatchLimited", describe_limit(limit), warning=True)
     failures = scheduled.assessment.failures
     if failures.count.count > current.get("failures", 0) and not scheduled.assessment.ended:
-        limit = observed.resource.valid_job.backoff_limit if observed.resource.job is not None else 0
+        limit = observed.resource.valid_job.spec.backoff_limit if observed.resource.job is not None else 0
         yield Event("ProgramFailed", failures.describe(limit)[:MAX_MESSAGE], warning=True)
     if status["observedGeneration"] != current.get("observedGeneration"):
         yield from _without_effect(observed, scheduled)
@@ -490,7 +490,7 @@ def has_new_bounds(observed: ObservedJob) -> bool:
     """Whether the spec differs from the spec that is declared at the metrics service."""
     job = observed.resource.job
     declared = observed.view.spec
-    return job is not None and declared is not None and declared != job.spec
+    return job is not None and declared is not None and declared != job.declaration
 
 
 def _rescheduled(
@@ -516,7 +516,7 @@ def _without_effect(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[
     if problem is not None:
         yield Event("ReplicaLimitTooLow", problem, warning=True)
     status, job = observed.resource.status, observed.resource.job
-    steps, progress = job.spec.steps if job is not None else None, status.get("progress")
+    steps, progress = job.declaration.steps if job is not None else None, status.get("progress")
     if steps is None or progress is None or not is_true(status, ConditionType.COMPLETE):
         return
     # The text in the status is a share of the steps before.

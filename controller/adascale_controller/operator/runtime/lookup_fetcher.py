@@ -183,7 +183,7 @@ class AdmissionReader:
 
     async def _with_extra_pods(self, job: AdaScaleJob, admission: Admission) -> Admission:
         """Return an answer with the priority of extra pods, or with why these are rejected."""
-        if job.valid_job.opportunistic is None:
+        if job.valid_job.spec.opportunistic is None:
             return admission
         manifest = _tried(job, extra=True)
         try:
@@ -198,7 +198,7 @@ class AdmissionReader:
         """Return a key that is equal for jobs of a namespace with equal templates."""
         known = self._keys.get(job.uid)
         if known is None or known[0] != job.generation:
-            opportunistic = job.job.opportunistic if job.job is not None else None
+            opportunistic = job.job.spec.opportunistic if job.job is not None else None
             extra = [opportunistic.priority_class_name, job.valid_job.core_replicas] if opportunistic else []
             known = self._keys[job.uid] = job.generation, digest_of([job.namespace, job.template, extra])
         return known[1]
@@ -437,7 +437,7 @@ def _claim_due(job: AdaScaleJob, name: str, lookups: _JobLookups) -> float:
     claim = lookups.claim
     if claim is None or claim.name != name:
         return _NEVER
-    is_awaited = not (claim.exists or claim.own or job.valid_job.suspend or has_ended(job.status))
+    is_awaited = not (claim.exists or claim.own or job.valid_job.spec.suspend or has_ended(job.status))
     return lookups.begun_at.get("claim", _NEVER) + CLAIM_INTERVAL if is_awaited else float("inf")
 
 

@@ -127,7 +127,7 @@ class PodMemory(JobMemory):
         if self.requests.active is not None:
             waits.add(Reason.UNSCHEDULABLE)
         self.observe_placement(
-            observed.resource.valid_job.spec,
+            observed.resource.valid_job.declaration,
             view,
             current,
             placed,
@@ -197,15 +197,16 @@ def make_candidate(
 ) -> Candidate:
     """Return a job as the decision sees it. Changes nothing."""
     job, view = observed.resource.valid_job, observed.view
-    target, measured = training_target(job, view), memory.measurements
-    state = measured.job_state(job, view, target)
+    spec, measured = job.declaration, memory.measurements
+    target = training_target(spec, view)
+    state = measured.job_state(job.id, spec, view, target)
     on_types = {
-        name: measured.job_state(job, view, target, name) if name in types.required else state
+        name: measured.job_state(job.id, spec, view, target, name) if name in types.required else state
         for name in types.by_type
     }
     limit, reason = lowest(
         [
-            (job.replica_limit, f"spec.replicaLimit is {job.replica_limit}"),
+            (job.spec.replica_limit, f"spec.replicaLimit is {job.spec.replica_limit}"),
             _limit_of_extra_pods(observed),
             *memory.limits(fitting, observed.now),
             quota_limit(observed),
@@ -266,7 +267,7 @@ def _limit_beside_spares(observed: ObservedJob, fitting: Callable[[], int]) -> L
     job, current = observed.resource.valid_job, observed.current_allocation
     replicas = current.replicas if current is not None else 0
     limit = max(fitting() - observed.missing_spares, replicas, job.core_replicas)
-    return limit, f"beside {plural(job.spare_replicas, 'spare')}"
+    return limit, f"beside {plural(job.spec.spare_replicas, 'spare')}"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def _quota_limit(observed: ObservedJob) -> int | None:
     if count != observed.training_replicas or not count:
         return max(count, group)
     # The quota is not known: it is found out by asking for the next larger count, one at a time.
-    spec = job.valid_job.spec
+    spec = job.valid_job.declaration
     counts = valid_replicas(spec.bounds, spec.max_replicas)
     return next((larger for larger in counts if larger > count and larger >= spec.min_replicas), count)
 

@@ -346,9 +346,9 @@ class Scheduler:
     def _with_extra_pods(candidate: Candidate, explained: DecisionView) -> DecisionView:
         """Return an explained decision that says which replicas may be taken at any time."""
         job, core = candidate.observed.resource.job, candidate.observed.core
-        if core is None or job is None or job.opportunistic is None:
+        if core is None or job is None or job.spec.opportunistic is None:
             return explained
-        name = job.opportunistic.priority_class_name[:100]
+        name = job.spec.opportunistic.priority_class_name[:100]
         reason = (
             f"beyond {plural(core, 'replica')} it has extra pods, of PriorityClass {name}, which pods of "
             "higher priority may take at any time"
@@ -483,7 +483,7 @@ class Scheduler:
 
     def _may_request_nodes(self, candidate: Candidate) -> bool:
         """Whether a job may request replicas that do not fit, so that an autoscaler adds nodes."""
-        of_job = candidate.observed.resource.valid_job.request_nodes
+        of_job = candidate.observed.resource.valid_job.spec.request_nodes
         return self._request_nodes if of_job is None else of_job
 
     def _waiting_reason(self, job: PodMemory, reason: str) -> str:
