@@ -131,6 +131,27 @@ def describe_exit(code: int) -> str:
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
+_ENDS: Final = {
+    ExitClass.FINISHED: "has finished",
+    ExitClass.REENTRY: "has saved its state, and was released",
+    ExitClass.PEER_LOST: "has lost another replica",
+    ExitClass.KILLED: "was lost",
+    ExitClass.OUT_OF_MEMORY: "was out of memory",
+    ExitClass.SERVICE_UNAVAILABLE: "could not reach the metrics service",
+    ExitClass.REFUSED: "was refused",
+    ExitClass.CHECK_FAILED: "has failed its check",
+    ExitClass.COMMAND_NOT_FOUND: "did not find the program",
+    ExitClass.INVALID_PROGRAM: "has a program that must be changed",
+    ExitClass.SINGLE_REPLICA_PROGRAM: "has a program that can train on one replica only",
+    ExitClass.PROGRAM_FAILURE: "has failed",
+}
+
+
+def describe_end(code: int, said: str = "") -> str:
+    """Return how a replica has ended: "was lost (killed by SIGKILL)"; `said` is in place of the code."""
+    return f"{_ENDS[classify_exit(code)]} ({said or describe_exit(code)})"
+
+
 def failure_cause(log: str) -> str:
     """Return the error in the last lines of a program's output, and where it was raised; empty if unknown."""
     errors = _ERROR.findall(log)

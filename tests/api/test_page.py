@@ -12,7 +12,7 @@ import pytest
 from adascale_api.service.summaries import Summaries
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
-from adascale_core.views.job_summary import JobSummary
+from adascale_core.views.job_summary import JobStateName, JobSummary
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 
 
@@ -164,6 +164,13 @@ def test_a_protected_page_has_no_data_without_a_token(tmp_path: Path) -> None:
         assert "Traceback" not in service.log()
 
 
+def test_the_page_has_the_states_of_jobs(client: Client) -> None:
+    script = client.call("GET", "/page/jobs_view.js")
+    states = re.search(r"const STATES = (\[.*\]);", str(script.body))
+    assert states is not None
+    assert sorted(json.loads(states[1])) == sorted(JobStateName)
+
+
 # -- generations and use ---------------------------------------------------------------------------------
 
 
@@ -178,6 +185,8 @@ def test_generations_are_recorded_with_what_began_them(client: Client, job: str)
     assert view["job"] == job
     shown = [(each["generation"], each["replicas"], each["cause"]) for each in view["generations"]]
     assert shown == [(1, 2, "start"), (2, 1, "change"), (3, 1, "disruption")]
+    reasons = [each["reason"] for each in view["generations"]]
+    assert reasons == ["started", "replicas changed", "a replica was lost"]
     first, second, third = view["generations"]
     assert first["started_at"] <= first["ended_at"] == second["started_at"] <= second["ended_at"]
     assert third["ended_at"] is None

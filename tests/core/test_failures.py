@@ -19,6 +19,7 @@ from adascale_core.failures import (
     TerminationMessage,
     agent_exit_code,
     classify_exit,
+    describe_end,
     describe_exit,
     failure_cause,
     signal_number,
@@ -133,6 +134,21 @@ def test_some_exit_codes_other_than_0_are_no_failure() -> None:
 )
 def test_an_exit_code_is_described(code: int, phrase: str) -> None:
     assert describe_exit(code) == phrase
+    assert describe_end(code).endswith(f" ({phrase})")
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        (0, "has finished"),
+        (3, "has failed"),
+        (75, "has saved its state, and was released"),
+        (80, "was refused"),
+        (-9, "was lost"),
+    ],
+)
+def test_the_end_of_a_replica_is_described(code: int, end: str) -> None:
+    assert describe_end(code).startswith(f"{end} (")
 
 
 @pytest.mark.parametrize("number", sorted(signal.valid_signals() & set(range(1, 32))))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from adascale_core.messages.allocation import ActiveAllocation, Allocation
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, SlowReplacement
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
@@ -77,6 +77,16 @@ def test_the_time_left_is_that_of_the_present_goodput(
 ) -> None:
     summary = summarize("a.b", JobSpec(8, scale_invariant_steps=steps), state, latest, 0.0)
     assert summary.seconds_left == (None if left is None else pytest.approx(left))
+
+
+def test_a_slow_replica_is_named_and_a_spare_in_its_place_without_the_node() -> None:
+    slow = replace(REPORT, slow_replica=1, slow_factor=1.25)
+    assert summarize("a.b", None, a_state(), slow, 0.0).slowness.startswith("replica 1 is slow: ")
+    assert summarize("a.b", None, a_state(broken=True), slow, 0.0).slowness == ""
+    replacement = SlowReplacement(1, "a1.1", "node1", 1.25, 2)
+    active = ActiveAllocation(2, 2, slow_replacement=replacement)
+    named = summarize("a.b", None, replace(a_state(), active=active), REPORT, 0.0).slowness
+    assert named.startswith("replica 1 was slow, ")
 
 
 def test_the_time_left_of_a_job_of_samples_is_that_of_its_throughput() -> None:

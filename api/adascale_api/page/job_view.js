@@ -27,14 +27,6 @@ export const CHARTS = [
   { title: "GPU of rank 0", series: [["use", (each) => each.gpu_use], ["memory", (each) => each.gpu_memory]], formatY: percent, least: 0, isOptional: true },
 ];
 
-const EXITS = {
-  0: "has finished", 69: "did not reach the metrics service", 75: "has saved its state, and was released", 76: "has lost another replica",
-  77: "can train on one replica only", 78: "the program has to be changed", 79: "was out of memory", 80: "was refused: it has another version",
-  127: "the program was not found", 129: "was ended by SIGHUP", 130: "was ended by SIGINT", 137: "was ended by SIGKILL", 139: "has crashed (SIGSEGV)", 143: "was ended by SIGTERM",
-};
-
-const CAUSES = { start: "started", change: "replicas changed", disruption: "a replica was lost", failure: "the program failed" };
-
 // A predicted gain, and between which it is at one standard error.
 function between({ gain, gain_low: low, gain_high: high }) {
   const [least, most] = [significant(low), significant(high)];
@@ -77,7 +69,7 @@ export class JobView {
     this.predictions = element("div");
     this.decided = null;
     this.hasCounts = false;
-    this.job = this.active = null;
+    this.job = null;
     this.wasSeen = false;
     this.createdAt = null;
     this.readings = this.lastReading = 0;
@@ -208,7 +200,6 @@ export class JobView {
     await this.attempt(async (signal) => {
       const [job, { generations, decided_at: decidedAt }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
       this.generations = generations;
-      this.active = job.active;
       this.showResult();
       this.showSlow();
       this.showDeclaration(job.spec);
@@ -254,7 +245,7 @@ export class JobView {
     const sizes = generations.map((each) => each.replicas).filter((each) => each > 0);
     const least = Math.min(...sizes), most = Math.max(...sizes);
     const parts = [
-      { Complete: "Training is complete", Failed: "The program has failed", Stopped: "It was stopped" }[job.state],
+      job.state,
       job.latest ? ` at progress ${count(job.latest.progress)}, in ${count(job.latest.step)} steps` : "",
       end === null ? "" : `, after ${duration(end - began)}`,
       sizes.length ? `, on ${least === most ? count(most) : `${count(least)} to ${count(most)}`} ${most === 1 ? "replica" : "replicas"}` : "",
@@ -268,26 +259,15 @@ export class JobView {
 
   // The replica for which the others wait, in the active generation.
   get slowReplica() {
-    const { latest, generation, replicas } = this.job ?? {};
-    return replicas && latest && latest.generation === generation ? (latest.slow_replica ?? null) : null;
-  }
-
-  // The spare that has taken the place of a slow replica when the active generation began.
-  get slowReplacement() {
-    const { generation, replicas } = this.job ?? {};
-    return replicas && this.active?.generation === generation ? (this.active.slow_replacement ?? null) : null;
+    const { slowness, latest, generation } = this.job ?? {};
+    return slowness && latest?.generation === generation ? latest.slow_replica : null;
   }
 
   showSlow() {
-    const { slowReplica: slow, slowReplacement: replaced } = this;
-    this.slow.hidden = slow === null && replaced === null;
-    if (slow !== null) {
-      const { slow_factor: factor, nodes, accelerator } = this.job.latest;
-      const cause = nodes === 1 && accelerator === "cpu" ? " On one machine the usual cause is that more processes compute than it has free cores." : "";
-      setText(this.slow, `Replica ${count(slow)} is slow: in each step it computes ${factor.toFixed(2)} times as long as the others, which wait for it.${cause}`);
-    }
-    else if (replaced !== null) setText(this.slow, `Replica ${count(replaced.replica)}${replaced.node ? ` on node ${replaced.node}` : ""} was slow, it computed ${replaced.factor.toFixed(2)} times as long as the others: replica ${count(replaced.spare)}, a spare, trains in its place.`);
-    else setText(this.slow, "");
+    const { slowness, latest } = this.job ?? {};
+    this.slow.hidden = !slowness;
+    const cause = slowness && this.slowReplica !== null && latest.nodes === 1 && latest.accelerator === "cpu" ? " On one machine the usual cause is that more processes compute than it has free cores." : "";
+    setText(this.slow, slowness ? `${slowness[0].toUpperCase()}${slowness.slice(1)}.${cause}` : "");
   }
 
   showDeclaration(spec) {
@@ -341,11 +321,6 @@ export class JobView {
       chart.node.hidden = isEmpty && Boolean(this.definitions[at].isOptional);
       chart.setData(isEmpty ? [] : xs, ys, options);
     });
-  }
-
-  cause(generation) {
-    const isFirst = generation === this.generations[0];
-    return generation.cause === "start" && !isFirst ? "continued after a pause" : CAUSES[generation.cause];
   }
 
   // The beginnings of generations; over progress, at the first report of each.
@@ -404,7 +379,7 @@ export class JobView {
     const rows = shown.map((each) => [
       count(each.generation), count(each.replicas), clock(each.started_at, { withDate: true }),
       each.ended_at === null ? "active" : duration(each.ended_at - each.started_at),
-      each.downtime === null ? NONE : `${each.downtime.toFixed(1)} s`, this.cause(each),
+      each.downtime === null ? NONE : `${each.downtime.toFixed(1)} s`, each.reason,
     ]);
     this.history.replaceChildren(table("Generations", columns, rows, (at) => shown[at].ended_at === null));
   }
@@ -415,13 +390,13 @@ export class JobView {
     if (!job.replicas.length) return this.replicas.replaceChildren(element("p", { class: "muted" }, "No replica is registered."));
     const columns = ["Replica", "State", "Generation", "How it ended", "Heartbeat"].map((title, at) => ({ title, isText: at === 1 || at === 3 }));
     const rows = job.replicas.map((each) => [
-      count(each.replica), each.replica === this.slowReplica ? `${each.state}, slow` : each.state, count(each.generation), each.exit_code === null ? NONE : ended(each.exit_code),
+      count(each.replica), each.replica === this.slowReplica ? `${each.state}, slow` : each.state, count(each.generation), each.end || NONE,
       each.seconds_since_heartbeat === null ? NONE : `${duration(each.seconds_since_heartbeat)} ago`,
     ]);
     const open = new Set([...this.replicas.querySelectorAll("details[open]")].map((node) => node.dataset.replica));
     const logs = job.replicas.filter((each) => each.log).map((each) => element(
       "details", { "data-replica": each.replica, open: open.size === 0 || open.has(String(each.replica)) },
-      element("summary", {}, `Output of replica ${each.replica}${each.exit_code === null ? "" : `, which ${ended(each.exit_code)}`}`),
+      element("summary", {}, `Output of replica ${each.replica}${each.end ? `, which ${each.end}` : ""}`),
       element("pre", { tabindex: 0, "aria-label": `Output of replica ${each.replica}` }, each.log),
     ));
     // Without a token that may read them, logs are empty texts instead of null.
@@ -443,12 +418,6 @@ export class JobView {
 
 export function seconds(value) {
   return value === null || value === undefined ? NONE : value < 1 ? `${significant(1000 * value)} ms` : `${significant(value)} s`;
-}
-
-// Exit code -n and 128+n: signal n.
-function ended(code) {
-  const words = EXITS[code < 0 ? 128 - code : code];
-  return words ? `${words} (exit code ${code})` : `has failed with exit code ${code}`;
 }
 
 // The moving average of the values that were measured, without a pull towards 0 at the beginning.

@@ -29,7 +29,7 @@ from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
-from adascale_core.views.job_summary import JobStateName, training_replicas
+from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import JobView
 
 MAX_NAMED = 5
@@ -174,7 +174,7 @@ def read_status(job: LocalJob) -> JobOverview:
         namespace=namespace,
         shown_name=job.short_id,
         state=state,
-        replicas=training_replicas(view.active, view.replicas) if view else 0,
+        replicas=view.training_replicas if view else 0,
         desired=view.desired.replicas if view and view.desired else 0,
         spares=view.waiting_spares if view else 0,
         began=job.runs[0].began,

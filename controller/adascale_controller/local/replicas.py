@@ -23,7 +23,14 @@ from adascale_controller.local.state_dir import StateDir
 from adascale_controller.schedule.memory import JobMemory
 from adascale_controller.schema import JobDefinition
 from adascale_core import names
-from adascale_core.failures import ExitClass, FailureCount, ProgramFailure, classify_exit, describe_exit
+from adascale_core.failures import (
+    ExitClass,
+    FailureCount,
+    ProgramFailure,
+    classify_exit,
+    describe_end,
+    describe_exit,
+)
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import JobView
@@ -231,22 +238,14 @@ class Replicas:
                 self.agents.request_stop(rank)
 
     def _schedule_restart(self, agent_exit: AgentExit, exit_class: ExitClass, now: float) -> None:
-        rank, delay = agent_exit.rank, RESTART_DELAY
-        match exit_class:
-            case ExitClass.REENTRY:
-                reason = "exited"
-            case ExitClass.SERVICE_UNAVAILABLE:
-                reason = "could not reach the metrics service"
-            case ExitClass.REFUSED:
-                reason = f"was refused ({self.agents.log_tail(rank, 1)})"
-            case ExitClass.CHECK_FAILED:
-                said = self.agents.log_tail(rank, 1)
-                reason = f"has failed its check ({said})"
-                failures = self._failed_checks.get(rank, (0, ""))[0] + 1
-                self._failed_checks[rank] = failures, said
-                delay = restart_pause(failures, *PAUSES)
-            case _:
-                reason = f"was lost ({describe_exit(agent_exit.code)})"
+        rank, delay, said = agent_exit.rank, RESTART_DELAY, ""
+        if exit_class in {ExitClass.REFUSED, ExitClass.CHECK_FAILED}:
+            said = self.agents.log_tail(rank, 1)
+        if exit_class is ExitClass.CHECK_FAILED:
+            failures = self._failed_checks.get(rank, (0, ""))[0] + 1
+            self._failed_checks[rank] = failures, said
+            delay = restart_pause(failures, *PAUSES)
+        reason = describe_end(agent_exit.code, said)
         when = f" in {delay:.0f} s" if delay >= 1 else ""
         self._display.message(f"The agent of replica {rank} {reason}; restarting it{when}", "yellow")
         self._restart_at[rank] = now + delay

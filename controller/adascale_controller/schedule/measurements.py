@@ -16,7 +16,6 @@ from adascale_core.decision.job_utility import JobState
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_core.views.job_summary import training_replicas
 from adascale_core.views.jobs import JobView
 
 DEFAULT_DOWNTIME = 1.0
@@ -310,7 +309,7 @@ class JobMeasurements:
     def _measure_idle(self, view: JobView, now: float) -> None:
         """Measure for how long no replicas are desired, and those before have left."""
         none_desired = view.desired is not None and view.desired.replicas == 0
-        is_idle = none_desired and not training_replicas(view.active, view.replicas)
+        is_idle = none_desired and not view.training_replicas
         if is_idle and self._idle_since is None:
             self._idle_since = now
         elif not is_idle and self._idle_since is not None:

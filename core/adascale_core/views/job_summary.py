@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from adascale_core.messages import Message
-from adascale_core.messages.allocation import ActiveAllocation, Allocation
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, SlowReplacement
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
+from adascale_core.names import WAITS_FOR_OTHERS
+from adascale_core.performance.slow_replica import SlowReplica
 from adascale_core.rendezvous.rendezvous import Rendezvous
 
 
@@ -45,77 +47,96 @@ ENDED = frozenset({JobStateName.STOPPED, JobStateName.FAILED, JobStateName.COMPL
 """The states of a job that does not train any more, unless somebody starts it again."""
 
 
-def training_replicas(active: ActiveAllocation | None, replicas: Collection[Registration]) -> int:
-    """Return how many of the registered replicas train in the active generation."""
-    return sum(
-        active is not None
-        and replica.state is ReplicaState.RUNNING
-        and replica.generation == active.generation
-        for replica in replicas
-    )
-
-
-def is_spare(
-    desired: Allocation | None, active: ActiveAllocation | None, replica: int, *, broken: bool
-) -> bool:
-    """Whether a replica is beyond those that train, while as many as desired do.
+@dataclass(frozen=True)
+class RegisteredJob(Message):
+    """The generations of a job, and what has been registered and reported in them.
 
     Args:
-        desired, active, broken: as of `registered_state`.
-        replica: its index.
-    """
-    if desired is None or active is None or broken or not desired.spares:
-        return False
-    return active.replicas == desired.replicas and replica not in active.indices
-
-
-def waiting_spares(
-    desired: Allocation | None,
-    active: ActiveAllocation | None,
-    replicas: Collection[Registration],
-    *,
-    broken: bool,
-) -> int:
-    """Return how many spares are ready to take the place of a lost replica."""
-    return sum(
-        replica.state is ReplicaState.WAITING and is_spare(desired, active, replica.replica, broken=broken)
-        for replica in replicas
-    )
-
-
-def registered_state(
-    desired: Allocation | None,
-    active: ActiveAllocation | None,
-    replicas: Collection[Registration],
-    *,
-    broken: bool,
-    complete: bool,
-) -> JobStateName:
-    """Return the state of a job, as far as the metrics service knows it.
-
-    Args:
-        desired: the newest allocation. None before the first.
-        active: the allocation that trainers run in or move to. None before the first.
-        replicas: the last registration of each replica.
+        desired: the newest allocation; None before the first.
+        active: the allocation that trainers run in or move to; None before the first.
         broken: whether the active generation has lost a member.
         complete: whether the program has finished.
+        replicas: the last registration of each replica, by index.
+        latest: the latest report; None if there is none.
     """
-    training = training_replicas(active, replicas)
-    if complete:
-        return JobStateName.COMPLETE
-    if {replica.state for replica in replicas} == {ReplicaState.FAILED}:
-        return JobStateName.FAILED
-    if desired is None:
-        return JobStateName.PENDING
-    if desired.failed:
-        return JobStateName.FAILED
-    if desired.replicas == 0:
-        return JobStateName.RESCALING if training else JobStateName.STOPPED
-    if broken:
-        return JobStateName.RECOVERING
-    if active is None or not training:
-        return JobStateName.STARTING
-    return JobStateName.RUNNING if active.generation == desired.generation else JobStateName.RESCALING
+
+    desired: Allocation | None
+    active: ActiveAllocation | None
+    broken: bool
+    complete: bool
+    replicas: Collection[Registration]
+    latest: GainReport | None
+
+    @property
+    def state(self) -> JobStateName:
+        """The state of the job, as far as the metrics service knows it."""
+        training = self.training_replicas
+        if self.complete:
+            return JobStateName.COMPLETE
+        if {replica.state for replica in self.replicas} == {ReplicaState.FAILED}:
+            return JobStateName.FAILED
+        if self.desired is None:
+            return JobStateName.PENDING
+        if self.desired.failed:
+            return JobStateName.FAILED
+        if self.desired.replicas == 0:
+            return JobStateName.RESCALING if training else JobStateName.STOPPED
+        if self.broken:
+            return JobStateName.RECOVERING
+        if self.active is None or not training:
+            return JobStateName.STARTING
+        is_current = self.active.generation == self.desired.generation
+        return JobStateName.RUNNING if is_current else JobStateName.RESCALING
+
+    @property
+    def training_replicas(self) -> int:
+        """How many of the registered replicas train in the active generation."""
+        generation = None if self.active is None else self.active.generation
+        return sum(
+            each.state is ReplicaState.RUNNING and each.generation == generation for each in self.replicas
+        )
+
+    def is_spare(self, replica: int) -> bool:
+        """Whether a replica is beyond those that train, while as many as desired do."""
+        desired, active = self.desired, self.active
+        if desired is None or active is None or self.broken or not desired.spares:
+            return False
+        return active.replicas == desired.replicas and replica not in active.indices
+
+    @property
+    def waiting_spares(self) -> int:
+        """The number of spares that are ready to take the place of a lost replica."""
+        return sum(
+            each.state is ReplicaState.WAITING and self.is_spare(each.replica) for each in self.replicas
+        )
+
+    @property
+    def stall(self) -> str | None:
+        """Where the replicas are while no step ends, the slowest first; None while steps end."""
+        stalls = [
+            (each.stall == WAITS_FOR_OTHERS, f"replica {each.replica} {each.stall}")
+            for each in self.replicas
+            if each.stall and each.state is ReplicaState.RUNNING
+        ]
+        return "; ".join(text for _, text in sorted(stalls)) or None
+
+    @property
+    def slow(self) -> SlowReplica | None:
+        """The replica for which the others wait, by its index; None if none is slow, or no step ends."""
+        latest, active = self.latest, self.active
+        if latest is None or latest.slow_replica is None or latest.slow_factor is None or self.complete:
+            return None
+        if active is None or self.broken or latest.generation != active.generation or self.stall is not None:
+            # The report is of other replicas, or of long ago.
+            return None
+        return SlowReplica(latest.slow_replica, latest.slow_factor)
+
+    @property
+    def slow_replacement(self) -> SlowReplacement | None:
+        """The spare that trains in the place of a slow replica, since the last change; None if none does."""
+        if self.active is None or self.broken or self.complete:
+            return None
+        return self.active.slow_replacement
 
 
 @dataclass(frozen=True)
@@ -177,7 +198,6 @@ class JobSummary(Message):
         state: its state.
         replicas: the number of replicas that train.
         desired: the desired number of replicas; None before the first allocation.
-        spares: the number of spare replicas that wait.
         max_replicas: the most replicas that it may get; None if it is not declared.
         created_at: when the service created it, in seconds since 1970.
         generation: the active generation; 0 if there is none.
@@ -188,6 +208,9 @@ class JobSummary(Message):
         latest: the latest report; None if there is none.
         seconds_left: the predicted seconds until its end; None if unknown, or if it does not train.
         run: its runs on this machine; None unless `adascale ui` shows it.
+        spares: the number of spare replicas that wait.
+        slowness: which replica is slow, or which was and is replaced by a spare, without its node, for
+            people; empty if there is none.
     """
 
     id: str
@@ -205,22 +228,29 @@ class JobSummary(Message):
     seconds_left: float | None
     run: RunView | None = None
     spares: int = 0
+    slowness: str = ""
 
 
 def summarize(
     job_id: str, spec: JobSpec | None, rendezvous: Rendezvous, latest: GainReport | None, created_at: float
 ) -> JobSummary:
     """Return the summary of a job."""
-    replicas = rendezvous.replicas.values()
-    desired, active, complete = rendezvous.desired, rendezvous.active, rendezvous.complete
-    state = registered_state(desired, active, replicas, broken=rendezvous.broken, complete=complete)
-    training = 0 if complete else training_replicas(active, replicas)
+    job = RegisteredJob(
+        rendezvous.desired,
+        rendezvous.active,
+        rendezvous.broken,
+        rendezvous.complete,
+        rendezvous.replicas.values(),
+        latest,
+    )
+    desired, active, replacement = job.desired, job.active, job.slow_replacement
+    training = 0 if job.complete else job.training_replicas
     steps = spec.steps if spec is not None else None
     target = steps if steps is not None else latest.target if latest is not None else None
     seconds_left = latest.seconds_left(target) if latest is not None and training else None
     return JobSummary(
         id=job_id,
-        state=state,
+        state=job.state,
         replicas=training,
         desired=desired.replicas if desired is not None else None,
         max_replicas=spec.max_replicas if spec is not None else None,
@@ -232,5 +262,6 @@ def summarize(
         target=target,
         latest=latest,
         seconds_left=seconds_left if seconds_left is not None and seconds_left < MAX_SECONDS_LEFT else None,
-        spares=waiting_spares(desired, active, replicas, broken=rendezvous.broken),
+        spares=job.waiting_spares,
+        slowness=str(job.slow or (replace(replacement, node="") if replacement is not None else "")),
     )

@@ -7,14 +7,12 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Self
 
+from adascale_core.failures import describe_end
 from adascale_core.messages import Message
-from adascale_core.messages.allocation import ActiveAllocation, Allocation, SlowReplacement
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
-from adascale_core.messages.registration import Registration, ReplicaState
-from adascale_core.messages.reports import GainReport, StepTime
-from adascale_core.names import WAITS_FOR_OTHERS
-from adascale_core.performance.slow_replica import SlowReplica
-from adascale_core.views.job_summary import JobStateName, is_spare, registered_state, waiting_spares
+from adascale_core.messages.registration import Registration
+from adascale_core.messages.reports import StepTime
+from adascale_core.views.job_summary import RegisteredJob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +21,11 @@ class ReplicaView(Registration):
 
     Args:
         seconds_since_heartbeat: the time since the agent's last registration; None if it is not recorded.
+        end: how its last process has ended, for people; empty if none has.
     """
 
     seconds_since_heartbeat: float | None
+    end: str = ""
 
     @property
     def registration(self) -> Registration:
@@ -35,22 +35,26 @@ class ReplicaView(Registration):
     @classmethod
     def of(cls, registration: Registration, seconds_since_heartbeat: float | None) -> Self:
         """The view of a registration."""
-        return cls(**vars(registration), seconds_since_heartbeat=seconds_since_heartbeat)
+        code = registration.exit_code
+        return cls(
+            **vars(registration),
+            seconds_since_heartbeat=seconds_since_heartbeat,
+            end="" if code is None else describe_end(code),
+        )
 
 
 @dataclass(frozen=True)
-class JobView(Message):
+class JobView(RegisteredJob):
     """All that the metrics service stores of a job, except earlier reports.
 
     Args:
         id: the full job id, `<namespace>.<name>`.
         spec: the job's declaration; None if it is not declared.
-        version, desired, active, broken, complete: as in `AllocationView`.
+        version: as in `AllocationView`.
         failures: the number of generations in which the user's program failed.
         disruptions: the number of generations that were lost for another reason.
         restarts_without_progress: the number of restarts after losses since the last step.
         replicas: the last registration of each replica, by index.
-        latest: the latest report; None if there is none.
         step_times: the median step time of each batch plan, over its latest reports.
         created_at: when the service created the job, in seconds since 1970.
         local_bsz_limits: the largest local batch sizes that are used on types of accelerators, since larger
@@ -61,35 +65,14 @@ class JobView(Message):
     id: str
     spec: JobSpec | None
     version: int
-    desired: Allocation | None
-    active: ActiveAllocation | None
-    broken: bool
-    complete: bool
     failures: int
     disruptions: int
     restarts_without_progress: int
     replicas: Sequence[ReplicaView]
-    latest: GainReport | None
     step_times: Sequence[StepTime]
     created_at: float
     local_bsz_limits: Sequence[LocalBszLimit] = ()
     local_bsz_limit: int | None = None
-
-    @property
-    def state(self) -> JobStateName:
-        """The state of the job, as far as the metrics service knows it."""
-        return registered_state(
-            self.desired, self.active, self.replicas, broken=self.broken, complete=self.complete
-        )
-
-    def is_spare(self, replica: int) -> bool:
-        """Whether a replica is beyond those that train, while as many as desired do."""
-        return is_spare(self.desired, self.active, replica, broken=self.broken)
-
-    @property
-    def waiting_spares(self) -> int:
-        """The number of spares that are ready to take the place of a lost replica."""
-        return waiting_spares(self.desired, self.active, self.replicas, broken=self.broken)
 
     def local_bsz_limit_on(self, accelerator: str | None) -> int | None:
         """Return the limit that holds on a type of accelerator; None if none has failed there.
@@ -134,34 +117,6 @@ class JobView(Message):
         A later generation must have a higher number: a report of a higher one would hide its reports.
         """
         return max(self.generation, self.latest.generation if self.latest is not None else 0)
-
-    @property
-    def stall(self) -> str | None:
-        """Where the replicas are while no step ends, the slowest first; None while steps end."""
-        stalls = [
-            (each.stall == WAITS_FOR_OTHERS, f"replica {each.replica} {each.stall}")
-            for each in self.replicas
-            if each.stall and each.state is ReplicaState.RUNNING
-        ]
-        return "; ".join(text for _, text in sorted(stalls)) or None
-
-    @property
-    def slow(self) -> SlowReplica | None:
-        """The replica for which the others wait, by its index; None if none is slow, or no step ends."""
-        latest, active = self.latest, self.active
-        if latest is None or latest.slow_replica is None or latest.slow_factor is None or self.complete:
-            return None
-        if active is None or self.broken or latest.generation != active.generation or self.stall is not None:
-            # The report is of other replicas, or of long ago.
-            return None
-        return SlowReplica(latest.slow_replica, latest.slow_factor)
-
-    @property
-    def slow_replacement(self) -> SlowReplacement | None:
-        """The spare that trains in the place of a slow replica, since the last change; None if none does."""
-        if self.active is None or self.broken or self.complete:
-            return None
-        return self.active.slow_replacement
 
     @property
     def slowness(self) -> str:
@@ -232,6 +187,17 @@ class GenerationCause(StrEnum):
     FAILURE = "failure"
     """The program failed in the generation before."""
 
+    def describe(self, *, is_first: bool) -> str:
+        """Return the cause for people."""
+        if self is GenerationCause.START and not is_first:
+            return "continued after a pause"
+        return {
+            GenerationCause.START: "started",
+            GenerationCause.CHANGE: "replicas changed",
+            GenerationCause.DISRUPTION: "a replica was lost",
+            GenerationCause.FAILURE: "the program failed",
+        }[self]
+
 
 @dataclass(frozen=True)
 class GenerationView(Message):
@@ -245,6 +211,7 @@ class GenerationView(Message):
         ended_at: when it ended; None if it is active.
         downtime: seconds without a step: from the last step of the generation before to its first step; None
             if it has no step, or the job had no replicas before.
+        reason: why it began, for people.
     """
 
     generation: int
@@ -253,6 +220,7 @@ class GenerationView(Message):
     started_at: float
     ended_at: float | None
     downtime: float | None = None
+    reason: str = ""
 
 
 def downtime(last_step: float, first_step: float) -> float:

@@ -402,7 +402,8 @@ def generations(transaction: Transaction, job: StoredJob) -> list[GenerationView
             if last_step is not None and cause is not GenerationCause.START:
                 without_step = downtime(last_step, first)
             last_step = last
-        views.append(GenerationView(generation, replicas, cause, started_at, ended_at, without_step))
+        reason = cause.describe(is_first=not views)
+        views.append(GenerationView(generation, replicas, cause, started_at, ended_at, without_step, reason))
     return views
 
 
