@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic.alias_generators import to_camel
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -30,6 +31,7 @@ from adascale_controller.formatting import (
 from adascale_controller.schema import JobDefinition
 from adascale_core.batch.plans import BatchChoice, batch_choice, require_valid_replicas
 from adascale_core.errors import AdaScaleError
+from adascale_core.job_id import short_id
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import CountView, DecisionView
@@ -56,28 +58,20 @@ class JobOverview:
 
     name: str
     namespace: str
-    shown_name: str  # its name in a list, with which commands select it
     state: JobStateName
-    replicas: int
-    desired: int
-    began: float  # when its first run began, or when it was created, in seconds since 1970
+    start_time: float  # when its first run began, or when it was created, in seconds since 1970
+    replicas: int = 0
+    desired_replicas: int = 0
+    spare_replicas: int = 0
     batch_size: int | None = None  # the global batch size, in samples; None if unknown, as all that follow
     local_batch_limit: int | None = None  # the largest local batch that fits into memory, in samples
     gain: float | None = None  # the steps at `batchSize` that one step replaces
     efficiency: float | None = None
     progress: float | None = None
-    total: float | None = None  # the progress at which it ends
     progress_text: str = ""  # progress as a share of `total`, or else the number; empty if unknown
+    loss: float | None = None
     restarts: int | None = None
     reason: str = ""  # why it has failed, or does not train; empty if it does
-    spares: int = 0
-    loss: float | None = None
-    view: JobView | None = None  # what the metrics service answers about it; None if it is not asked
-    explained: str = ""  # what explains its state
-    runs: bool = True  # whether it runs, or waits to run
-    checkpoint: str = ""  # its newest checkpoint, or where its checkpoints are
-    # names and values of more facts, such as files; empty values are left out
-    places: Sequence[tuple[str, str]] = ()
     # of a job on this machine alone
     exit_code: int | None = None  # of its last run
     process: int | None = None
@@ -86,6 +80,14 @@ class JobOverview:
     checkpoint_step: int | None = None
     checkpoint_error: str | None = None  # why its checkpoints cannot be read
     result: Mapping[str, float | str] = field(default_factory=dict)  # as its program has reported it
+    # what is shown, and not in `to_json`
+    total: float | None = None  # the progress at which it ends
+    view: JobView | None = None  # what the metrics service answers about it; None if it is not asked
+    explained: str = ""  # what explains its state
+    runs: bool = True  # whether it runs, or waits to run
+    checkpoint: str = ""  # its newest checkpoint, or where its checkpoints are
+    # names and values of more facts, such as files; empty values are left out
+    places: Sequence[tuple[str, str]] = ()
     last_began: float = 0.0  # when its last run began, in seconds since 1970
 
     @property
@@ -100,7 +102,7 @@ class JobOverview:
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as members of a JSON object, named as in the status of an AdaScaleJob."""
-        members = {name: getattr(self, attribute) for name, attribute in _MEMBERS.items()}
+        members = (each.name for each in fields(self) if each.name not in _SHOWN)
         replicas = [
             {
                 "replica": each.replica,
@@ -110,18 +112,11 @@ class JobOverview:
             }
             for each in self.members
         ]
-        return members | {"result": dict(self.result), "replicaStatuses": replicas}
+        return {to_camel(name): getattr(self, name) for name in members} | {"replicaStatuses": replicas}
 
 
-_MEMBERS = {
-    "name": "name", "namespace": "namespace", "state": "state", "replicas": "replicas",
-    "desiredReplicas": "desired", "spareReplicas": "spares", "batchSize": "batch_size",
-    "localBatchLimit": "local_batch_limit", "gain": "gain", "efficiency": "efficiency",
-    "progress": "progress", "progressText": "progress_text", "loss": "loss", "restarts": "restarts",
-    "startTime": "began", "reason": "reason", "exitCode": "exit_code", "process": "process", "url": "url",
-    "stateDir": "state_dir", "checkpointStep": "checkpoint_step", "checkpointError": "checkpoint_error",
-}  # fmt: skip
-"""The members of the JSON object, and the attributes that they have."""
+_SHOWN = {"total", "view", "explained", "runs", "checkpoint", "places", "last_began"}
+"""The fields that are shown, and not in the JSON object."""
 
 
 def render_list(summaries: Sequence[JobOverview], now: float) -> str:
@@ -139,14 +134,15 @@ def render_list(summaries: Sequence[JobOverview], now: float) -> str:
 
 def render_status(summary: JobOverview, now: float, slow: str = "") -> str:
     """Return the status with its replicas and files; `now` is in seconds since 1970."""
-    view, limit, spares = summary.view, summary.local_batch_limit, summary.spares
+    view, limit, spares = summary.view, summary.local_batch_limit, summary.spare_replicas
     waiting = f", {plural(spares, 'spare')} waiting" if spares else ""
+    replicas = f"{summary.replicas} of {summary.desired_replicas} desired{waiting}"
     facts = [
         ("name", summary.id),
         ("state", f"{summary.state}{summary.explained}"),
         ("reason", summary.reason.replace("\n", " ")),
-        ("age", age(now - summary.began)),
-        ("replicas", f"{summary.replicas} of {summary.desired} desired{waiting}" if summary.runs else "0"),
+        ("age", age(now - summary.start_time)),
+        ("replicas", replicas if summary.runs else "0"),
         ("batch size", "" if summary.batch_size is None else count(summary.batch_size)),
         ("memory", "" if limit is None else memory(limit)),
         ("gain", _number(summary.gain)),
@@ -191,17 +187,17 @@ def _format_value(value: float | str) -> str:
 
 def _row(summary: JobOverview, now: float) -> tuple[str, ...]:
     return (
-        summary.shown_name,
+        short_id(summary.id),
         summary.state,
         str(summary.replicas),
-        str(summary.desired),
+        str(summary.desired_replicas),
         "" if summary.batch_size is None else str(summary.batch_size),
         _number(summary.gain),
         _percent(summary.efficiency),
         summary.progress_text,
         _number(summary.loss),
         "" if summary.restarts is None else str(summary.restarts),
-        age(now - summary.began),
+        age(now - summary.start_time),
         _folder(summary.state_dir or ""),
     )
 

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from adascale_core import names
 from adascale_core.batch.plans import AUTO, Auto, require_valid_replicas
 from adascale_core.checkpoint_manifest import normalized_url
-from adascale_core.job_id import InvalidJobIdError, job_id
+from adascale_core.job_id import InvalidJobIdError, job_id, short_id
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.placement.replica_gpus import requested_gpus
 
@@ -519,7 +519,7 @@ class JobDefinition(_ClosedModel):
     @property
     def short_id(self) -> str:
         """The id without the namespace `default`."""
-        return self.id.removeprefix(f"{names.DEFAULT_NAMESPACE}.")
+        return short_id(self.id)
 
     @cached_property
     def declaration(self) -> JobSpec:

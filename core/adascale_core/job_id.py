@@ -34,6 +34,11 @@ def parse_job_id(text: str) -> str:
     return job_id(name, namespace if dot else DEFAULT_NAMESPACE)
 
 
+def short_id(full_id: str) -> str:
+    """Return a full job id without the namespace `default`, as commands accept it."""
+    return full_id.removeprefix(f"{DEFAULT_NAMESPACE}.")
+
+
 def namespace_of(full_id: str) -> str:
     """Return the namespace of a full job id."""
     return full_id.partition(".")[0]

@@ -132,7 +132,7 @@ def test_the_json_of_a_job_has_the_members_of_a_job_on_one_machine(
 ) -> None:
     server.add_job("digits", status=RUNNING)
     shown = json.loads(adascale("status", "digits", "--cluster", "-o", "json").stdout)
-    local = JobOverview("digits", "default", "digits", JobStateName.RUNNING, 0, 0, 0.0).to_json()
+    local = JobOverview("digits", "default", JobStateName.RUNNING, 0.0).to_json()
     assert list(shown) == list(local)
     assert shown["efficiency"] == 0.781
     assert shown["startTime"] == 1795752000.0

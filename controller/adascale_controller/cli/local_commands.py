@@ -37,6 +37,7 @@ from adascale_controller.local.state_dir import StateDir
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import describe_exit
+from adascale_core.job_id import short_id
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 
 STOP_TIMEOUT = 60.0
@@ -196,7 +197,7 @@ def list_jobs(
     summaries = [read_status(job) for job in find_jobs(state_dir)]
     for summary in summaries:
         if summary.checkpoint_error is not None:
-            typer.echo(f"adascale: {summary.shown_name}: {summary.checkpoint_error}", err=True)
+            typer.echo(f"adascale: {short_id(summary.id)}: {summary.checkpoint_error}", err=True)
     if output is Output.JSON:
         typer.echo(json.dumps([summary.to_json() for summary in summaries], indent=2))
     elif summaries:

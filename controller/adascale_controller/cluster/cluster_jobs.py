@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
+from pydantic.alias_generators import to_camel
+
 from adascale_controller.cluster.api import Api, ApiObject, RejectedError
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_overview import JobOverview, NoSuchJobError
@@ -19,6 +21,11 @@ _EXPECTED = {Reason.STARTING, Reason.REENTERING, Reason.SUSPENDED}
 _WITHOUT_REPLICAS = {JobStateName.SUSPENDED, JobStateName.COMPLETE, JobStateName.FAILED}
 
 
+_STATUS = (
+    *("replicas", "desired_replicas", "spare_replicas", "batch_size", "local_batch_limit", "gain"),
+    *("efficiency", "progress", "progress_text", "restarts"),
+)
+"""What is shown of the status of an AdaScaleJob as it is."""
 PAGE_SIZE = 200
 """Jobs in one answer of a list."""
 MAX_NAMED = 10
@@ -39,24 +46,14 @@ def overview_of(raw: ApiObject, context: str = "") -> JobOverview:
     condition = _explaining_condition(status)
     reason = _reason(state, condition)
     explained = condition.message if condition is not None and not reason else ""
-    samples, progress = spec.get("trainSamples"), status.get("progress")
+    samples = spec.get("trainSamples")
     return JobOverview(
+        **{name: status[to_camel(name)] for name in _STATUS if to_camel(name) in status},
         name=name,
         namespace=namespace,
-        shown_name=name,
         state=state,
-        replicas=int(status.get("replicas") or 0),
-        desired=int(status.get("desiredReplicas") or 0),
-        spares=int(status.get("spareReplicas") or 0),
-        began=seconds(meta["creationTimestamp"]) or 0.0,
-        batch_size=status.get("batchSize"),
-        local_batch_limit=status.get("localBatchLimit"),
-        gain=status.get("gain"),
-        efficiency=status.get("efficiency"),
-        progress=None if progress is None else float(progress),
+        start_time=seconds(meta["creationTimestamp"]) or 0.0,
         total=spec.get("scaleInvariantSteps") if samples is None else steps_of(samples, spec["batchSize"]),
-        progress_text=str(status.get("progressText") or ""),
-        restarts=status.get("restarts"),
         reason=reason,
         explained=f" ({explained})" if explained else "",
         runs=state not in _WITHOUT_REPLICAS,

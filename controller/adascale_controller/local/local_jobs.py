@@ -25,10 +25,9 @@ from adascale_controller.local.state_dir import (
     running_process,
     try_lock,
 )
-from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import AdaScaleError
-from adascale_core.job_id import parse_job_id
+from adascale_core.job_id import parse_job_id, short_id
 from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import JobView
 
@@ -57,7 +56,7 @@ class LocalJob:
     @property
     def short_id(self) -> str:
         """The id without the namespace `default`."""
-        return self.id.removeprefix(f"{names.DEFAULT_NAMESPACE}.")
+        return short_id(self.id)
 
     @property
     def process(self) -> int | None:
@@ -172,12 +171,11 @@ def read_status(job: LocalJob) -> JobOverview:
     return JobOverview(
         name=name,
         namespace=namespace,
-        shown_name=job.short_id,
         state=state,
         replicas=view.training_replicas if view else 0,
-        desired=view.desired.replicas if view and view.desired else 0,
-        spares=view.waiting_spares if view else 0,
-        began=job.runs[0].began,
+        desired_replicas=view.desired.replicas if view and view.desired else 0,
+        spare_replicas=view.waiting_spares if view else 0,
+        start_time=job.runs[0].began,
         last_began=run.began,
         batch_size=report.plan.global_bsz if report else None,
         local_batch_limit=view.local_bsz_limit if view else None,
