@@ -144,6 +144,12 @@ class End:
         return str(self).split("\n")[0].rstrip(":")
 
 
+def deadline(job: JobDefinition, started_at: float | None) -> float | None:
+    """Return when `activeDeadlineSeconds` has passed; None while it does not count, as before the start."""
+    seconds = job.spec.active_deadline_seconds
+    return None if seconds is None or started_at is None else started_at + seconds
+
+
 def find_end(
     job: JobDefinition,
     failures: Failures,
@@ -158,10 +164,11 @@ def find_end(
     `started_at` is on the clock of `now`, and None before the start. `restarts_before` restarts without
     progress do not count. `out_of_memory`: a replica was ended at its memory limit.
     """
-    deadline, limit = job.spec.active_deadline_seconds, job.spec.backoff_limit
-    if deadline is not None and started_at is not None and now >= started_at + deadline:
-        return End(Reason.DEADLINE_EXCEEDED, f"activeDeadlineSeconds ({deadline}) exceeded")
-    count = failures.count
+    due = deadline(job, started_at)
+    if due is not None and now >= due:
+        message = f"activeDeadlineSeconds ({job.spec.active_deadline_seconds}) exceeded"
+        return End(Reason.DEADLINE_EXCEEDED, message)
+    count, limit = failures.count, job.spec.backoff_limit
     if count.exceeds(limit):
         message = f"The program has failed {plural(count.count, 'time')}, backoffLimit ({limit}) exceeded"
         return _with_cause(Reason.BACKOFF_LIMIT_EXCEEDED, message, failures)

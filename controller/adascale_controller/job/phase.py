@@ -10,6 +10,9 @@ from adascale_controller.job.failures import Failures
 from adascale_controller.job.reasons import Reason
 from adascale_controller.schema import JobDefinition
 from adascale_core.decision.deadline import Feasibility
+from adascale_core.failures import EXIT_PEER_LOST, describe_exit
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.views.jobs import JobView
 
 
 class JobPhase(Enum):
@@ -86,6 +89,19 @@ def describe_training(replicas: int, stall: str | None) -> Explanation:
     if stall is not None:
         return Reason.STALLED, f"{message}, but no step ends: {stall}"
     return Reason.TRAINING, message
+
+
+A_LOSS = "A replica was lost"
+"""What is said of a loss before it is known which trainer was lost."""
+
+
+def describe_loss(view: JobView) -> str | None:
+    """Return which trainer was lost, and how; None before its agent has registered it, often after others."""
+    for replica in view.replicas:
+        code = replica.exit_code
+        if replica.state is ReplicaState.LOST and code is not None and code != EXIT_PEER_LOST:
+            return f"The trainer of replica {replica.replica} was lost ({describe_exit(code)})"
+    return None
 
 
 def describe_change(before: int, after: int, reason: str) -> str:

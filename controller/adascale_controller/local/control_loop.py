@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_controller.formatting import capitalized, count, describe_batch, duration, plural, trimmed
-from adascale_controller.job.phase import describe_change, describe_feasibility
+from adascale_controller.job.phase import A_LOSS, describe_change, describe_feasibility, describe_loss
 from adascale_controller.job.reasons import Reason
 from adascale_controller.local.display import Display, RunStatus
 from adascale_controller.local.machine import describe_contention
@@ -25,9 +25,7 @@ from adascale_controller.schema import JobDefinition
 from adascale_core.decision.decide import Contender, Decision, Solution, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState
-from adascale_core.failures import EXIT_PEER_LOST, describe_exit
 from adascale_core.messages.allocation import Allocation, SlowReplacement
-from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import JobView
 
@@ -82,24 +80,13 @@ class EventMessages:
         if self._disrupted_at is None:
             self._members = view.active.replicas
             return
-        # The other replicas are often the first to report the loss; the exit code of the lost replica
-        # follows.
-        exit_codes = {
-            replica.replica: replica.exit_code
-            for replica in view.replicas
-            if replica.state is ReplicaState.LOST and replica.exit_code is not None
-        }
-        index = next((index for index, code in exit_codes.items() if code != EXIT_PEER_LOST), None)
-        if index is not None:
-            lost = f"The trainer of replica {index} was lost ({describe_exit(exit_codes[index])})"
-        elif now - self._disrupted_at > LOSS_TIMEOUT:
-            lost = "A replica was lost"
-        else:
+        lost = describe_loss(view)
+        if lost is None and now - self._disrupted_at <= LOSS_TIMEOUT:
             return
         self._disrupted_at = None
         others = self._members > 1 and any(replica.holds for replica in view.replicas)
         self._display.message(
-            f"{lost}; {'the others keep their state' if others else 'restarting it'}", "yellow"
+            f"{lost or A_LOSS}; {'the others keep their state' if others else 'restarting it'}", "yellow"
         )
 
     def report_slow(self, view: JobView) -> None:

@@ -134,14 +134,6 @@ def _reason(name: str, default: Reason) -> Reason:
     return Reason(name) if name in set(Reason) else default
 
 
-def deadline(observed: ObservedJob) -> float | None:
-    """Return when `activeDeadlineSeconds` has passed, in seconds since 1970; None while it does not count."""
-    job, started = observed.resource.job, seconds(observed.resource.status.get("startTime"))
-    if job is None or job.spec.active_deadline_seconds is None or started is None:
-        return None
-    return started + job.spec.active_deadline_seconds
-
-
 def _blocked(observed: ObservedJob) -> _Finding | None:
     job, others = observed.resource, observed.others
     kind, owner, _ = others[0].controller if others else ("", "", "")

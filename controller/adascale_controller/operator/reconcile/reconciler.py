@@ -7,12 +7,12 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
+from adascale_controller.job.failures import deadline
 from adascale_controller.job.phase import Assessment, JobPhase
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.job_phase import (
-    deadline,
     is_lost,
     next_pods,
     replaced_at,
@@ -353,6 +353,8 @@ def _times(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
         return
     missing = _missing(observed, _pod_count(observed, assessment, observed.current_allocation))
     yield from (due for _, _, due in missing if due > observed.now)
-    for due in (deadline(observed), observed.resource.deadline, room_due(observed)):
+    job, started_at = observed.resource.job, seconds(observed.resource.status.get("startTime"))
+    ends_at = deadline(job, started_at) if job is not None else None
+    for due in (ends_at, observed.resource.deadline, room_due(observed)):
         if due is not None and due > observed.now:
             yield due

@@ -8,12 +8,14 @@ from typing import Any
 
 from adascale_controller.formatting import capitalized, describe_limit, percent, plural, progress_text
 from adascale_controller.job.phase import (
+    A_LOSS,
     Assessment,
     JobPhase,
     deadline_target,
     describe_change,
     describe_completion,
     describe_feasibility,
+    describe_loss,
     describe_start,
     describe_training,
     replica_limit_problem,
@@ -449,7 +451,7 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
             yield Event("ExtraPodsTaken", "Extra pods were taken; training continues on the other replicas")
         else:
             message = (
-                "A replica was lost; training resumes with the state of the others, "
+                f"{describe_loss(observed.view) or A_LOSS}; training resumes with the state of the others, "
                 "or from the last checkpoint if all were lost"
             )
             yield Event("ReplicaLost", message, warning=True)
