@@ -54,7 +54,7 @@ def measure_steps(blocks: int, steps: int) -> None:
     state_module.SNAPSHOT_DELAY = 0.0
     trainer = ElasticTrainer(batch_size=BATCH, device="cpu")
     memory = SnapshotMemory(make_snapshot_files().split(":"))
-    trainer._replica = replace(trainer._replica, snapshot_memory=memory)
+    trainer._replica.snapshot_memory = memory
     model, data = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     trainer.program_reentry(model, optimizer)

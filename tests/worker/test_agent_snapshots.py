@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def run(
     ) -> Outcome:
         trainer = make_trainer(**{**FIXED, **arguments})
         memory = SnapshotMemory(paths, lambda: inf) if memory is None else memory
-        trainer._replica = replace(trainer._replica, snapshot_memory=memory)
+        trainer._replica.snapshot_memory = memory
         model, registered = network(dropout=0.2), registered or Registered()
         optimizer = adamw(model)
         state = trainer.program_reentry(model, optimizer, register={"registered": registered})

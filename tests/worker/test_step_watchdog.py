@@ -3,15 +3,19 @@
 import re
 import sys
 import threading
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.loop.failures import Stall, StepWatchdog
+from adascale_core.messages.channel import Stalled
+from adascale_core.names import WAITS_FOR_OTHERS
+from adascale_worker.loop.context import Context
+from adascale_worker.loop.failures import Failures
+from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.program.program_loop import ProgramLoop
@@ -50,30 +54,37 @@ def test_a_step_timeout_ends_the_process_as_a_kill_from_outside_does() -> None:
 
 
 class Observed:
-    """A watchdog over the thread of the test, with its own clock."""
+    """The watchdog over the thread of the test, with the test's clock, and what it reports to the agent."""
 
     def __init__(self, *, inside_epoch: bool = True, replicas: int = 1) -> None:
         self.timer = StepTimer()
-        self.reports: list[Stall | None] = []
-        self.loop = ProgramLoop()
+        self.reports: list[str] = []
+        loop = ProgramLoop()
         if inside_epoch:
-            self.loop.begin(0)
-            self.loop.deliver()
-        group = ReplicaGroup(RankAssignment(0, replicas), torch.device("cpu"))
-        self.watchdog = StepWatchdog(
-            self.timer,
-            self.loop,
-            group,
-            None,
-            report=self.reports.append,
+            loop.begin(0)
+            loop.deliver()
+        parts = SimpleNamespace(
+            telemetry=SimpleNamespace(step_timer=self.timer),
+            loop=loop,
+            group=ReplicaGroup(RankAssignment(0, replicas), torch.device("cpu")),
+            channel=self,
+            program=mock.MagicMock(),
+            progress=mock.MagicMock(),
+            evaluations=mock.MagicMock(),
+            departures=mock.MagicMock(find_failure=lambda _: None),
         )
+        parts.program.trained.find_failure = lambda _: None
+        self.watchdog = Failures(cast(Context, parts), cast(Steps, None))
+
+    def send(self, message: Stalled) -> None:
+        self.reports.append(message.stall)
 
     def look(self, *times: float) -> list[bool]:
         """Look at some times; return for each new report whether it is a stall."""
         known = len(self.reports)
         for now in times:
             self.watchdog.look(now)
-        return [report is not None for report in self.reports[known:]]
+        return [report != "" for report in self.reports[known:]]
 
 
 def test_a_stall_is_reported_once_and_its_end_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -82,10 +93,7 @@ def test_a_stall_is_reported_once_and_its_end_once(capfd: pytest.CaptureFixture[
     assert observed.look(31, 40, 50) == [True]
     observed.timer.step(PLAN, 51)
     assert observed.look(52, 60) == [False]
-    stall = observed.reports[0]
-    assert stall is not None
-    assert not stall.waiting
-    assert __file__ in stall.line
+    assert observed.reports[0].startswith(f"is at {__file__}")
     assert "adascale: no step for 31 s: rank 0 is at" in capfd.readouterr().err
 
 
@@ -108,8 +116,7 @@ def test_a_replica_whose_gpu_waits_for_others_waits_itself(module: str, waits: b
     with mock.patch.object(sys, "_current_frames", frames):
         function["synchronize"]()
     (stall,) = observed.reports
-    assert stall is not None
-    assert stall.waiting == waits
+    assert (stall == WAITS_FOR_OTHERS) == waits
 
 
 def frame_of(function: Any) -> FrameType:

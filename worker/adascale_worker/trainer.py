@@ -32,10 +32,9 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import require_evaluable
 from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.errors import WorkerError, exit_code
-from adascale_worker.loop.context import make_replica
+from adascale_worker.loop.context import Replica
 from adascale_worker.loop.evaluation import Evaluation, average
-from adascale_worker.loop.training import Training
-from adascale_worker.loop.training_loop import DataLoop
+from adascale_worker.loop.training import DataLoop, Training
 from adascale_worker.membership.links import AgentChannel
 from adascale_worker.process import environment
 from adascale_worker.process.download_lock import download_lock
@@ -181,7 +180,7 @@ class ElasticTrainer:
             store = environment.take_replica_store(os.environ)
             snapshot_files = environment.take_snapshot_files(os.environ)
             made = make_tracker(tracker)
-            self._replica = make_replica(
+            self._replica = Replica(
                 arguments, channel, store, snapshot_files, device, seed, self._process_exit, made
             )
         except AdaScaleError as error:
@@ -496,7 +495,7 @@ class ElasticTrainer:
             CheckpointError: the manifest cannot be written.
         """
         if self._training is not None:
-            self._training.main_loop.end_left_epoch()
+            self._training.end_left_epoch()
         self._replica.checkpointing.report_result(plain_result(result))
 
     def download_lock(self, folder: str | Path) -> AbstractContextManager[bool]:
@@ -602,7 +601,7 @@ class ElasticTrainer:
 
     def _end_restored_training(self, training: Training) -> None:
         progress = self._replica.progress
-        training.main_loop.end_restored_training()
+        training.end_restored_training()
         if self.is_main:
             reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
             print(
@@ -677,7 +676,7 @@ class ElasticTrainer:
                 "trainer.epochs() does not know when training ends: pass the number of epochs, "
                 "trainer.epochs(10), or set scale_invariant_steps or train_samples"
             )
-        return training.main_loop.epochs()
+        return training.epochs()
 
     def _set_epochs(self, training: Training, epochs: int) -> None:
         """Set the epochs after which training is finished, if they are not set."""
@@ -773,8 +772,8 @@ class ElasticTrainer:
         """
         training, replica = self._require_training(), self._replica
         feed = training.feed
-        training.main_loop.end_left_epoch()
-        training.main_loop.require_epoch()
+        training.end_left_epoch()
+        training.require_epoch()
         load = feed.open(
             dataset,
             shards=shards,
@@ -790,8 +789,8 @@ class ElasticTrainer:
         replica.progress.target = replica.job.target(feed)
 
         def begin() -> Iterator[Any]:
-            training.main_loop.require_epoch()
-            return training.main_loop.batches(load)
+            training.require_epoch()
+            return training.batches(load)
 
         return DataLoop(begin)
 
@@ -833,7 +832,7 @@ class ElasticTrainer:
             WorkerError: `batch_size` is not positive, or `program_reentry` has not been called.
         """
         training = self._require_training()
-        training.main_loop.end_left_epoch()
+        training.end_left_epoch()
         require_evaluable(dataset, options)
         if type(batch_size) is not int or batch_size < 1:
             raise WorkerError(
@@ -874,7 +873,7 @@ class ElasticTrainer:
             ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the end of training cannot be saved.
         """
-        self._require_training().main_loop.end_epoch(epoch)
+        self._require_training().end_epoch(epoch)
 
     def finish(self, reason: str) -> None:
         """End training before all requested steps or epochs are done, for example because of early stopping.
@@ -893,8 +892,8 @@ class ElasticTrainer:
             WorkerError: `program_reentry` has not been called.
         """
         training = self._require_training()
-        training.main_loop.end_left_epoch()
-        training.main_loop.finish(reason)
+        training.end_left_epoch()
+        training.finish(reason)
 
     def close(self) -> None:
         """Post outstanding reports, destroy the process group, and restore signal handlers and excepthook.
@@ -921,7 +920,7 @@ class ElasticTrainer:
         if self._made is not None:
             self._made.stop_watchdog()
         if self._training is not None and process_exit.code is None and not process_exit.failed:
-            failure = self._training.main_loop.end_of_program()
+            failure = self._training.end_of_program()
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
                 process_exit.code = exit_code(failure)

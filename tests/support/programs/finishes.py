@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from adascale import ElasticTrainer
-from adascale_worker.loop import agreement, failures
+from adascale_worker.loop import failures, steps
 from support.training import samples
 
 failures.EXPLAIN_AFTER = 1.0
-agreement.FINISH_TIMEOUT = float(os.environ.get("FINISH_TIMEOUT", agreement.FINISH_TIMEOUT))
+steps.FINISH_TIMEOUT = float(os.environ.get("FINISH_TIMEOUT", steps.FINISH_TIMEOUT))
 end, at = os.environ.get("END", ""), int(os.environ.get("AT", "3"))
 epochs = int(os.environ.get("EPOCHS", "3"))
 arguments: dict[str, Any] = {}

@@ -11,19 +11,10 @@ early waits for the others before it does what needs all; one whose step does no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Final
 
-from adascale_core.performance.slow_replica import SlowReplica, slow_replica
-from adascale_worker.errors import WorkerError
-from adascale_worker.loop.context import Context
 from adascale_worker.membership.process_group import FAILED, ReplicaGroup, Values, raise_failure
-from adascale_worker.process.user_code import calling_line
-
-FINISH = "finish"
-"""The event that a replica announces when it has called `finish`."""
-FINISH_TIMEOUT = 30.0
-"""Seconds that a replica which has called `finish` and ends waits for the others to call it."""
 
 
 @dataclass
@@ -40,6 +31,11 @@ class Requests:
     compare_weights: bool = False  # compare the weights of the replicas
     change: bool = False  # enter a newer generation
     is_unsaved: bool = False  # no request: the last checkpoint that this replica has begun is not saved yet
+
+    @classmethod
+    def none(cls) -> Requests:
+        """Return what replicas have agreed on that begin."""
+        return cls(agree_each_step=True, is_unsaved=True)
 
     def flags(self) -> tuple[float, ...]:
         """Return the requests as numbers to be summed over the replicas."""
@@ -59,120 +55,6 @@ class Requests:
 
 REQUESTS: Final = len(fields(Requests))
 """Number of requests of a replica."""
-
-
-def _nothing_agreed() -> Requests:
-    return Requests(agree_each_step=True, is_unsaved=True)
-
-
-@dataclass(eq=False, kw_only=True)
-class StepAgreement(Context):
-    """What this replica requests, and what all replicas have agreed on.
-
-    The optimizer exchanges the requests in its all-reduce, together with the times of computation.
-    """
-
-    agreed: Requests = field(default_factory=_nothing_agreed, init=False)
-    slow: SlowReplica | None = field(default=None, init=False)  # None if no replica is slower than the others
-    steps_are_slow: bool = field(default=True, init=False)
-    finish_reason: str | None = field(default=None, init=False)
-    """The argument of `finish`, after the next step for which the replicas agree; None without a request."""
-    _finish_line: str = field(default="", init=False)
-
-    def begin_generation(self) -> None:
-        """Begin with other replicas, which have agreed on nothing yet."""
-        self.agreed = _nothing_agreed()
-        self.slow = None
-
-    def flags(self) -> tuple[float, ...]:
-        """Return what this replica requests, as numbers to be summed over the replicas.
-
-        They are followed by two numbers for each replica: the time for which it computes in a step, and the
-        error of that time. The others add 0.
-        """
-        group, typical = self.group, self.times.compute.typical
-        times, first = [0.0] * 2 * group.replicas, 2 * group.rank
-        times[first : first + 2] = typical.seconds, typical.error
-        return (*self._requests().flags(), *times)
-
-    def withdraw(self) -> None:
-        """Replace requests that are fulfilled, so that the next all-reduce does not sum them again."""
-        self.optimizer.lead.flags = self.flags()
-
-    def exchange(self, flags: tuple[float, ...]) -> None:
-        """Agree after a step. A collective call if steps are slow, and the step had no all-reduce."""
-        sums: Sequence[float] | None = None if self.group.processes > 1 else self.optimizer.lead.flags_sum
-        if sums is None and (self.agreed.agree_each_step or self.group.processes > 1):
-            # AdaScale does not measure every step, and the next measured one may be a minute away. Of a
-            # replica of several processes, the first requests, and the others learn it here.
-            sums = self.group.sum(flags)
-        if sums is not None:
-            self.agreed.add(sums[:REQUESTS], self.group.replicas)
-            self.checkpointing.is_unsaved = self.agreed.is_unsaved
-            self.slow = slow_replica(sums[REQUESTS::2], sums[REQUESTS + 1 :: 2], self.slow)
-
-    def _requests(self) -> Requests:
-        """Return what this replica requests. What becomes due with time is requested by rank 0 only."""
-        signaled, membership = self.shutdown_request.is_made, self.membership
-        if signaled and membership is not None:
-            membership.report_terminated()
-        requests = Requests(
-            exit=signaled,
-            finish=self.finish_reason is not None,
-            change=membership is not None and membership.is_ready_for_change(),
-        )
-        if self.group.is_main:
-            requests.save = self.checkpointing.is_due
-            requests.replan = self.planner.is_due
-            requests.agree_each_step = self.steps_are_slow
-            requests.compare_weights = self.comparison.is_due
-            requests.is_unsaved = self.checkpointing.last_is_unsaved
-        return requests
-
-    # -- the end of training ------------------------------------------------------------------------------
-
-    def request_finish(self, reason: str) -> None:
-        """Request the end of training."""
-        self.state.require_finite_weights()
-        self.finish_reason, self._finish_line = reason, calling_line()
-        self.group.announce(FINISH)
-        self.save_finish()
-
-    def save_finish(self) -> None:
-        """Save the end of training on rank 0, because the program may end before the next step."""
-        progress = self.progress
-        progress.finish_reason = self.finish_reason
-        self.state.save_on_rank_0()
-        progress.finish_reason = None
-
-    def finish_together(self) -> None:
-        """Finish training on all replicas, for the reason of one of them. A collective call."""
-        reasons = self.group.gather(self.finish_reason)
-        self.progress.finish_reason = next(reason for reason in reasons if reason is not None)
-
-    def finish_alone(self) -> WorkerError | None:
-        """Return an error if another replica has not called `finish`, and still trains."""
-        group = self.group
-        if group.replicas == 1:
-            return None
-        missing = [rank for rank in range(group.replicas) if rank != group.rank]
-        # Also of replicas that are lost, because their programs have ended.
-        for (finished,) in group.poll(FINISH, timeout=FINISH_TIMEOUT, is_over=lambda: False):
-            missing = [rank for rank in range(group.replicas) if rank not in finished]
-            if not missing:
-                return None
-        if group.announced(FINISH) is None and not (group.processes > 1 and group.has_failed):
-            # The process that serves the store ends after it has seen all the others. With several processes
-            # a replica reads nothing any more once others are lost.
-            return None
-        # In place of the checkpoint of `finish`, which says that training is finished.
-        self.state.save_on_rank_0()
-        return WorkerError(
-            f"rank {group.rank} called trainer.finish ({self._finish_line}) and left its loop, but rank "
-            f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
-            "replicas, continue the loop: trainer.finished becomes true and trainer.dataloader ends on all "
-            "of them after the same step. To leave the loop at once, call trainer.finish on all replicas"
-        )
 
 
 _LEFT = "left"

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -164,29 +164,73 @@ class Job:
         )
 
 
-@dataclass(eq=False, kw_only=True)
 class Replica:
-    """What a trainer has before the program passes its model."""
+    """What a trainer has before the program passes its model. Its process group is formed here, unless an
+    agent controls the membership."""
 
-    device: torch.device
-    seed: int
-    group: ReplicaGroup
-    job: Job
-    progress: TrainingProgress
-    planner: BatchPlanner
-    checkpointing: Checkpointing
-    snapshot_memory: SnapshotMemory | None  # in the memory of the agent
-    channel: AgentChannel | None  # None without an agent
-    accelerator: str  # the type of accelerator, under which measurements are stored
-    tracker: Tracker | None  # gets the reports too
-    run: RunIdentity  # in the tracker
-    shutdown_request: ShutdownRequest
-    process_exit: ProcessExit
+    def __init__(
+        self,
+        arguments: environment.JobSettings,
+        agent_socket: socket.socket | None,
+        replica_store: str | None,
+        snapshot_files: Sequence[str],
+        device: torch.device | str | None,
+        seed: int,
+        process_exit: ProcessExit,
+        tracker: Tracker | None,
+    ) -> None:
+        environ = os.environ
+        processes = environment.read_processes(environ)
+        has_agent = agent_socket is not None or replica_store is not None
+        read = environment.read_agent_assignment if has_agent else environment.read_assignment
+        assignment, process = read(environ), 0
+        if processes is not None and has_agent:
+            process = environment.read_process(environ, processes)
+        elif processes is not None:
+            assignment, process = environment.divide_into_replicas(assignment, processes)
+        self.device = select_device(device, process if has_agent else assignment.local_rank)
+        if agent_socket is not None and self.device.type == "cuda" and processes is None:
+            unused = describe_unused_gpus(torch.cuda.device_count())
+            if unused is not None:
+                print(f"adascale: {unused}", file=sys.stderr, flush=True)
+        self.accelerator = environment.read_accelerator(environ) or kind_of(self.device)
+        """The type of accelerator, under which measurements are stored."""
+        timeout = environment.read_peer_timeout(environ) if has_agent else math.inf
+        own = None if processes is None else ReplicaProcesses(process, processes, self.device)
+        self.group = ReplicaGroup(assignment, self.device, own, is_elastic=has_agent, peer_timeout=timeout)
+        if type(seed) is not int or not -(2**63) <= seed < 2**64:
+            raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
+        self.seed = seed
+        settings = resolve_settings(arguments, environment.read_job_settings(environ))
+        self.planner = BatchPlanner(settings.bounds, self.group, settings.efficiency)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if not has_agent:
+            self.group.form_from_environment()
+        elif self.group.has_mesh:
+            self.group.form_replica_at(replica_store)
+        self.progress = TrainingProgress(counts_samples=settings.train_samples is not None)
+        self.shutdown_request, self.process_exit = ShutdownRequest(), process_exit
+        incarnation = environment.read_incarnation(environ)
+        self.job = Job(arguments, settings, self.progress, self.group, incarnation)
+        self.checkpointing = Checkpointing(
+            settings.checkpoint_dir,
+            settings.checkpoint_interval,
+            self.group,
+            lambda: self.shutdown_request.is_made,
+        )
+        self.snapshot_memory = _open_snapshots(snapshot_files) if processes is None and has_agent else None
+        """In the memory of the agent."""
+        self.channel = AgentChannel(agent_socket, replica_store) if has_agent else None
+        """The channel of the agent; None without one."""
+        self.tracker = tracker
+        """Gets the reports too."""
+        self.run = RunIdentity(_run_of_job(incarnation))
+        """In the tracker."""
 
 
-@dataclass(eq=False, kw_only=True)
-class TrainedReplica(Replica):
-    """A replica with what the program has passed, and how its gradients are computed."""
+class Context(Replica):
+    """What the modules of the loop use: each extends it, and so has all of it as its own attributes."""
 
     parts: ProgramParts
     loop: ProgramLoop
@@ -198,12 +242,6 @@ class TrainedReplica(Replica):
     division: StepDivision
     times: StepTimes
     accumulation: Accumulation
-
-
-@dataclass(eq=False, kw_only=True)
-class Context(TrainedReplica):
-    """What the modules of the loop use: they extend it."""
-
     feed: DataFeed
     telemetry: Telemetry
     weights: FiniteWeights
@@ -213,70 +251,8 @@ class Context(TrainedReplica):
     departures: LoopDepartures
     evaluations: EvaluationSequence
 
-
-def make_replica(
-    arguments: environment.JobSettings,
-    agent_socket: socket.socket | None,
-    replica_store: str | None,
-    snapshot_files: Sequence[str],
-    device: torch.device | str | None,
-    seed: int,
-    process_exit: ProcessExit,
-    tracker: Tracker | None,
-) -> Replica:
-    """Make the parts of a trainer that need no model, and form its process group unless an agent does."""
-    environ = os.environ
-    processes = environment.read_processes(environ)
-    has_agent = agent_socket is not None or replica_store is not None
-    assignment, process = (
-        environment.read_agent_assignment(environ) if has_agent else environment.read_assignment(environ),
-        0,
-    )
-    if processes is not None and has_agent:
-        process = environment.read_process(environ, processes)
-    elif processes is not None:
-        assignment, process = environment.divide_into_replicas(assignment, processes)
-    selected = select_device(device, process if has_agent else assignment.local_rank)
-    if agent_socket is not None and selected.type == "cuda" and processes is None:
-        unused = describe_unused_gpus(torch.cuda.device_count())
-        if unused is not None:
-            print(f"adascale: {unused}", file=sys.stderr, flush=True)
-    accelerator = environment.read_accelerator(environ) or kind_of(selected)
-    timeout = environment.read_peer_timeout(environ) if has_agent else math.inf
-    own = None if processes is None else ReplicaProcesses(process, processes, selected)
-    group = ReplicaGroup(assignment, selected, own, is_elastic=has_agent, peer_timeout=timeout)
-    if type(seed) is not int or not -(2**63) <= seed < 2**64:
-        raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
-    settings = resolve_settings(arguments, environment.read_job_settings(environ))
-    planner = BatchPlanner(settings.bounds, group, settings.efficiency)
-    if selected.type == "cuda":
-        torch.cuda.set_device(selected)
-    if not group.is_elastic:
-        group.form_from_environment()
-    elif group.has_mesh:
-        group.form_replica_at(replica_store)
-    progress = TrainingProgress(counts_samples=settings.train_samples is not None)
-    shutdown_request = ShutdownRequest()
-    incarnation = environment.read_incarnation(environ)
-    checkpointing = Checkpointing(
-        settings.checkpoint_dir, settings.checkpoint_interval, group, lambda: shutdown_request.is_made
-    )
-    return Replica(
-        device=selected,
-        seed=seed,
-        group=group,
-        job=Job(arguments, settings, progress, group, incarnation),
-        progress=progress,
-        planner=planner,
-        checkpointing=checkpointing,
-        snapshot_memory=_open_snapshots(snapshot_files) if processes is None and has_agent else None,
-        channel=AgentChannel(agent_socket, replica_store) if has_agent else None,
-        accelerator=accelerator,
-        tracker=tracker,
-        run=RunIdentity(_run_of_job(incarnation)),
-        shutdown_request=shutdown_request,
-        process_exit=process_exit,
-    )
+    def __init__(self, known: Replica) -> None:
+        vars(self).update(vars(known))
 
 
 def _open_snapshots(files: Sequence[str]) -> SnapshotMemory | None:

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NoReturn
 
@@ -449,12 +448,14 @@ SHARED_ERRORS = (UnusableCheckpointError, StorageUnavailableError, CheckpointErr
 """Errors of a restored checkpoint with which all replicas end, with the same message and exit code."""
 
 
-@dataclass(eq=False, kw_only=True)
 class Generations(Context):
     """Enters and leaves generations."""
 
-    steps: Steps
-    _assignment: Assignment | None = field(default=None, init=False)
+    _assignment: Assignment | None = None
+
+    def __init__(self, known: Context, steps: Steps) -> None:
+        super().__init__(known)
+        self.steps = steps
 
     # -- the first generation -----------------------------------------------------------------------------
 
@@ -500,11 +501,10 @@ class Generations(Context):
         rows = group.gather([self.progress.finish_reason, trained.recorded])
         self.progress.finish_reason = next((reason for reason, _ in rows if reason is not None), None)
         trained.begin_generation(rows[formation.sources[0] if formation.sources else 0][1])
-        steps.agreement.begin_generation()
         steps.begin_generation()
         self._announce_place()
         self._begin()
-        steps.agreement.withdraw()
+        steps.withdraw()
 
     def _adopt_settings(self, assignment: Assignment) -> None:
         self.job.adopt(assignment.env)

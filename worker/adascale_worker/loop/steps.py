@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,13 @@ import torch
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
+from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.errors import NonFiniteWeightsError, WorkerError
 from adascale_worker.gradients.accumulation import ZeroGrad
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from adascale_worker.gradients.step_division import StepPlan
-from adascale_worker.loop.agreement import StepAgreement
+from adascale_worker.loop.agreement import REQUESTS, Requests
 from adascale_worker.loop.context import Context
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.process.user_code import calling_line
@@ -36,6 +36,10 @@ from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.tree import Tree
 
+FINISH = "finish"
+"""The event that a replica announces when it has called `finish`."""
+FINISH_TIMEOUT = 30.0
+"""Seconds that a replica which has called `finish` and ends waits for the others to call it."""
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
 MAX_SKIPPED_STEPS = 100
@@ -127,7 +131,6 @@ class _Copier:
         return memory
 
 
-@dataclass(eq=False, kw_only=True)
 class Steps(Context):
     """Makes the steps of the replicas together, counts them, and lets the replicas agree on what follows.
 
@@ -135,14 +138,23 @@ class Steps(Context):
     program does for each batch. `discard` puts a failed step back. `leave` ends a loop, `end_epoch` an epoch.
     """
 
-    agreement: StepAgreement
-    scaler: UnregisteredScaler
-    step_calls: int = field(default=0, init=False)  # calls of `optimizer.step()` so far
-    _has_changed: bool = field(default=False, init=False)  # whether the last one has changed the weights
-    _skipped_steps: int = field(default=0, init=False)
-    _stepped_at: float = field(default=float("-inf"), init=False)
-    _is_open: bool = field(default=False, init=False)
+    step_calls = 0  # calls of `optimizer.step()` so far
+    slow: SlowReplica | None = None  # None if no replica is slower than the others
+    finish_reason: str | None = None
+    """The argument of `finish`, after the next step for which the replicas agree; None without a request."""
+    _finish_line = ""
+    _steps_are_slow = True
+    _has_changed = False  # whether the last call has changed the weights
+    _skipped_steps = 0
+    _stepped_at = float("-inf")
+    _is_open = False
     """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
+
+    def __init__(self, known: Context, scaler: UnregisteredScaler) -> None:
+        super().__init__(known)
+        self._scaler = scaler
+        self.agreed = Requests.none()
+        """What all replicas have agreed on, in AdaScale's all-reduce, with the times of computation."""
 
     @property
     def has_stepped(self) -> bool:
@@ -193,7 +205,7 @@ class Steps(Context):
             accumulation.weights.check_step()
         if lacks_pass:
             self._agree_without_pass()
-        flags = self.agreement.flags()
+        flags = self._flags()
         try:
             accumulation.complete(part)
             self._end_micro_batch()
@@ -236,7 +248,7 @@ class Steps(Context):
         self._has_changed = False
         self.loop.is_evaluating = False
         self.shutdown_request.reinstall()
-        self.scaler.check()
+        self._scaler.check()
 
     def _skip_discarded(self) -> None:
         """Make no step, because it is discarded."""
@@ -284,11 +296,11 @@ class Steps(Context):
         if self.membership is not None:
             self.membership.report_step()
         try:
-            self.agreement.exchange(flags)
-            self.telemetry.compare(self.agreement.slow, self.progress.step)
+            self._agree(flags)
+            self.telemetry.compare(self.slow, self.progress.step)
             compute.begin_step()
             now = time.monotonic()
-            self.agreement.steps_are_slow = now - self._stepped_at >= SLOW_STEP
+            self._steps_are_slow = now - self._stepped_at >= SLOW_STEP
             self._stepped_at = now
             self._check_weights()
         except PeersLostError:
@@ -308,12 +320,12 @@ class Steps(Context):
             )
 
     def _check_weights(self) -> None:
-        step, agreed = self.progress.step, self.agreement.agreed
+        step, agreed = self.progress.step, self.agreed
         self.weights.check_step(step, gradients_are_finite=self.optimizer.gradients_are_finite)
         if agreed.compare_weights:
             agreed.compare_weights = False
             self.comparison.compare(step)
-            self.agreement.withdraw()
+            self.withdraw()
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -404,10 +416,103 @@ class Steps(Context):
     def end_epoch(self) -> None:
         """Keep the last step of an epoch."""
 
+    # -- what the replicas agree on -----------------------------------------------------------------------
+
+    def _flags(self) -> tuple[float, ...]:
+        """Return what this replica requests, as numbers to be summed over the replicas.
+
+        They are followed by two numbers for each replica: the time for which it computes in a step, and the
+        error of that time. The others add 0.
+        """
+        group, typical = self.group, self.times.compute.typical
+        times, first = [0.0] * 2 * group.replicas, 2 * group.rank
+        times[first : first + 2] = typical.seconds, typical.error
+        return (*self._requests().flags(), *times)
+
+    def withdraw(self) -> None:
+        """Replace requests that are fulfilled, so that the next all-reduce does not sum them again."""
+        self.optimizer.lead.flags = self._flags()
+
+    def _agree(self, flags: tuple[float, ...]) -> None:
+        """Agree after a step. A collective call if steps are slow, and the step had no all-reduce."""
+        sums: Sequence[float] | None = None if self.group.processes > 1 else self.optimizer.lead.flags_sum
+        if sums is None and (self.agreed.agree_each_step or self.group.processes > 1):
+            # AdaScale does not measure every step, and the next measured one may be a minute away. Of a
+            # replica of several processes, the first requests, and the others learn it here.
+            sums = self.group.sum(flags)
+        if sums is not None:
+            self.agreed.add(sums[:REQUESTS], self.group.replicas)
+            self.checkpointing.is_unsaved = self.agreed.is_unsaved
+            self.slow = slow_replica(sums[REQUESTS::2], sums[REQUESTS + 1 :: 2], self.slow)
+
+    def _requests(self) -> Requests:
+        """Return what this replica requests. What becomes due with time is requested by rank 0 only."""
+        signaled, membership = self.shutdown_request.is_made, self.membership
+        if signaled and membership is not None:
+            membership.report_terminated()
+        requests = Requests(
+            exit=signaled,
+            finish=self.finish_reason is not None,
+            change=membership is not None and membership.is_ready_for_change(),
+        )
+        if self.group.is_main:
+            requests.save = self.checkpointing.is_due
+            requests.replan = self.planner.is_due
+            requests.agree_each_step = self._steps_are_slow
+            requests.compare_weights = self.comparison.is_due
+            requests.is_unsaved = self.checkpointing.last_is_unsaved
+        return requests
+
+    # -- the end of training ------------------------------------------------------------------------------
+
+    def request_finish(self, reason: str) -> None:
+        """Request the end of training."""
+        self.state.require_finite_weights()
+        self.finish_reason, self._finish_line = reason, calling_line()
+        self.group.announce(FINISH)
+        self.save_finish()
+
+    def save_finish(self) -> None:
+        """Save the end of training on rank 0, because the program may end before the next step."""
+        progress = self.progress
+        progress.finish_reason = self.finish_reason
+        self.state.save_on_rank_0()
+        progress.finish_reason = None
+
+    def finish_together(self) -> None:
+        """Finish training on all replicas, for the reason of one of them. A collective call."""
+        reasons = self.group.gather(self.finish_reason)
+        self.progress.finish_reason = next(reason for reason in reasons if reason is not None)
+
+    def finish_alone(self) -> WorkerError | None:
+        """Return an error if another replica has not called `finish`, and still trains."""
+        group = self.group
+        if group.replicas == 1:
+            return None
+        missing = [rank for rank in range(group.replicas) if rank != group.rank]
+        # Also of replicas that are lost, because their programs have ended.
+        for (finished,) in group.poll(FINISH, timeout=FINISH_TIMEOUT, is_over=lambda: False):
+            missing = [rank for rank in range(group.replicas) if rank not in finished]
+            if not missing:
+                return None
+        if group.announced(FINISH) is None and not (group.processes > 1 and group.has_failed):
+            # The process that serves the store ends after it has seen all the others. With several processes
+            # a replica reads nothing any more once others are lost.
+            return None
+        # In place of the checkpoint of `finish`, which says that training is finished.
+        self.state.save_on_rank_0()
+        return WorkerError(
+            f"rank {group.rank} called trainer.finish ({self._finish_line}) and left its loop, but rank "
+            f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
+            "replicas, continue the loop: trainer.finished becomes true and trainer.dataloader ends on all "
+            "of them after the same step. To leave the loop at once, call trainer.finish on all replicas"
+        )
+
     # -- a generation -------------------------------------------------------------------------------------
 
     def begin_generation(self) -> None:
-        """Begin with other replicas. A collective call."""
+        """Begin with other replicas, which have agreed on nothing yet. A collective call."""
+        self.agreed, self.slow = Requests.none(), None
         self.accumulation.begin_generation()
 
     def use_plan(self, plan: BatchPlan, scale: float) -> None:
@@ -416,12 +521,11 @@ class Steps(Context):
         self.times.begin_timing()
 
 
-@dataclass(eq=False, kw_only=True)
 class SeveralOptimizers(Steps):
     """Makes steps with several optimizers. A step is counted when the first of them makes its own."""
 
     undo: StepUndo
-    _finished_in: int | None = field(default=None, init=False)
+    _finished_in: int | None = None
     """The number of the batch for which the program has called `finish`."""
 
     @property
@@ -446,7 +550,7 @@ class SeveralOptimizers(Steps):
         if self._finished_in == self.accumulation.batch:
             # `finish` has saved the state between the steps of two optimizers.
             if self.group.replicas > 1:
-                self.agreement.save_finish()
+                self.save_finish()
             else:
                 self.state.save(final=True)
 
