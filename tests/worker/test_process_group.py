@@ -48,7 +48,7 @@ from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.membership.links import Formation, PeersLostError
-from adascale_worker.torch_private.distributed import tcp_store
+from torch.distributed import TCPStore
 
 rank, port, failures = map(int, sys.argv[1:4])
 members = tuple(Member(replica, "", "127.0.0.1", 0) for replica in range(2))
@@ -63,7 +63,8 @@ def form(generation, port, timeout):
         listener = socket.create_server(("127.0.0.1", port))
         port = listener.getsockname()[1]
         wait = process_group.FORMATION_TIMEOUT
-        store = tcp_store("127.0.0.1", port, 1, is_master=True, timeout=wait, listen_fd=listener.detach())
+        place = {"master_listen_fd": listener.detach(), "wait_for_workers": False}
+        store = TCPStore("127.0.0.1", port, is_master=True, timeout=wait, **place)
     group.form(Assignment(generation, rank, members, "", {}), store, Formation(port, ()), sys.argv[4])
 
 

@@ -1,9 +1,7 @@
 """What happens with a torch that does not have a private part, and with the parts on their own."""
 
 import ast
-import os
 import re
-import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -61,20 +59,6 @@ def test_callbacks_run_at_the_end_of_the_backward_pass_in_their_order() -> None:
     backward(model(torch.ones(1, 3, dtype=torch.float64)).sum())
     (number,) = {event.split()[-1] for event in events}
     assert events == [f"gradient in {number}"] * 2 + [f"end of {number}"] * 2
-
-
-def test_a_store_is_served_on_a_socket_that_already_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        listen_fd = os.dup(listener.fileno())  # the store closes it
-        server = distributed.tcp_store(
-            "127.0.0.1", port, 2, is_master=True, listen_fd=listen_fd, timeout=timedelta(seconds=20)
-        )
-        client = distributed.tcp_store(
-            "127.0.0.1", port, 2, is_master=False, listen_fd=None, timeout=timedelta(seconds=20)
-        )
-        server.set("key", "value")
-        assert client.get("key") == b"value"
 
 
 def test_a_default_group_after_a_failed_formation_has_the_first_name_a_store_and_another_timeout() -> None:

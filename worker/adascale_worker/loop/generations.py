@@ -9,7 +9,7 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Final, NoReturn
@@ -26,9 +26,9 @@ from adascale_core.messages.channel import (
     Release,
     Running,
     SavedElsewhere,
-    Stepped,
     Terminate,
     Terminated,
+    TrainerMessage,
     agent_message,
 )
 from adascale_worker.errors import (
@@ -109,8 +109,7 @@ class Membership:
         self._left: set[int] = set()
         """Replicas that have left the present generation at an agreed step."""
         self._is_holding = False
-        self._has_stepped = False
-        self._has_reported_termination = False
+        self._reported: set[TrainerMessage] = set()
         self._is_joining = False
 
     def start(self, accelerator: str = "") -> None:
@@ -264,7 +263,7 @@ class Membership:
                 self._group.fail()
                 self.peers_lost(self._tried)
                 continue
-            self._is_joining = self._is_holding = self._has_stepped = False
+            self._is_joining = self._is_holding = False
             self._channel.send(Running(assignment.generation))
             return
 
@@ -394,19 +393,13 @@ class Membership:
         if self._channel.is_closed:
             self.leave()
 
-    # -- reports ------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------
 
-    def report_step(self) -> None:
-        """Report the first step in a generation."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._channel.send(Stepped(self._group.generation))
-
-    def report_terminated(self) -> None:
-        """Report that this trainer was requested to save and exit, once."""
-        if not self._has_reported_termination:
-            self._has_reported_termination = True
-            self._channel.send(Terminated())
+    def report(self, message: TrainerMessage) -> None:
+        """Send a message to the agent, once."""
+        if message not in self._reported:
+            self._reported.add(message)
+            self._channel.send(message)
 
     def close(self) -> None:
         """Send `leave` to the other members."""
@@ -451,8 +444,6 @@ SHARED_ERRORS = (UnusableCheckpointError, StorageUnavailableError, CheckpointErr
 class Generations(Context):
     """Enters and leaves generations."""
 
-    _assignment: Assignment | None = None
-
     def __init__(self, known: Context, steps: Steps) -> None:
         super().__init__(known)
         self.steps = steps
@@ -483,15 +474,18 @@ class Generations(Context):
     def synchronize(self, assignment: Assignment, formation: Formation) -> None:
         """Give all members of a generation whose group is formed the same state."""
         group, steps, trained = self.group, self.steps, self.program.trained
-        self._assignment = assignment
-        self._adopt_settings(assignment)
+        self.job.adopt(assignment.env)
+        settings = self.job.settings
+        self.planner.bounds = settings.bounds
+        self.feed.change_bounds(settings.bounds)
+        self.checkpointing.interval = settings.checkpoint_interval
         if group.replicas > 1:
             check_optimizer_parameters(self.program.model, self.optimizer, group.replicas)
             # Before more memory is mapped for the exchange of gradients.
             self.optimizer.discard_comparison()
         self.failure.clear()
         if formation.sources:
-            self._transfer(formation.sources)
+            self.state.transfer(formation.sources, group.hosts)
             if formation.states[group.rank] is None:
                 self.state.was_restored = True
         else:
@@ -505,13 +499,6 @@ class Generations(Context):
         self._announce_place()
         self._begin()
         steps.withdraw()
-
-    def _adopt_settings(self, assignment: Assignment) -> None:
-        self.job.adopt(assignment.env)
-        settings = self.job.settings
-        self.planner.bounds = settings.bounds
-        self.feed.change_bounds(settings.bounds)
-        self.checkpointing.interval = settings.checkpoint_interval
 
     def _announce_place(self) -> None:
         """Announce where the program is, also if the state that was copied is in a later epoch."""
@@ -575,7 +562,7 @@ class Generations(Context):
             trained.require_equal()
         # Also without a checkpoint: each rank may have made another seed, or other registered objects.
         if group.replicas > 1:
-            self._transfer([0])
+            self.state.transfer([0], group.hosts)
         if not is_restored:
             self.planner.begin(self.job.settings.bounds)
         trained.begin_generation(trained.recorded)
@@ -603,15 +590,6 @@ class Generations(Context):
         self.channel.send(SavedElsewhere(last.generation))
         return True
 
-    def _transfer(self, sources: Sequence[int]) -> None:
-        """Copy the state of the ranks `sources`, which is the same, to all others."""
-        nodes = (
-            [member.node or member.address for member in self._assignment.members]
-            if self._assignment is not None
-            else [""] * self.group.replicas
-        )
-        self.state.transfer(sources, nodes)
-
     # -- changes ------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
@@ -632,11 +610,9 @@ class Generations(Context):
 
     def change(self) -> None:
         """Do what the members have agreed on: terminated members leave, or all enter a newer generation."""
-        membership, group, assignment = self.membership, self.group, self._assignment
+        membership, group = self.membership, self.group
         assert membership is not None
-        assert assignment is not None
-        is_terminated = self.shutdown_request.is_made
-        rows = group.gather([is_terminated, membership.newest_generation])
+        rows = group.gather([self.shutdown_request.is_made, membership.newest_generation])
         leaving = {rank for rank, row in enumerate(rows) if row[0]}
         if leaving:
             self.report()
@@ -645,10 +621,10 @@ class Generations(Context):
                 self.state.save_if_possible()
             if group.rank in leaving:
                 self._leave(membership)
-            membership.leave_without({assignment.members[rank].replica for rank in leaving})
+            membership.leave_without({group.indices[rank] for rank in leaving})
         else:
             membership.wait_for_generation(max(row[1] for row in rows))
-            released = [row[0] for row in group.gather([membership.is_released])]
+            released = group.gather(membership.is_released)
             if all(released):
                 self.state.save_if_possible()
             if released[group.rank]:
@@ -669,7 +645,7 @@ class Generations(Context):
     def exit(self, code: int) -> NoReturn:
         """End the process with an exit code, after the program's own handler for a signal was called."""
         if self.membership is not None and self.shutdown_request.is_made:
-            self.membership.report_terminated()
+            self.membership.report(Terminated())
         self.telemetry.close()
         self.group.destroy()
         # The handler may end the program.

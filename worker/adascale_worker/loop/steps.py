@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
+from adascale_core.messages.channel import Stepped, Terminated
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.errors import NonFiniteWeightsError, WorkerError
 from adascale_worker.gradients.accumulation import ZeroGrad
@@ -57,19 +58,20 @@ class StepUndo:
         self._program = program
         self._progress = progress
         self._memory: list[Tensor] = []
+        self._used: list[Tensor] = []
         self.state: Tree | None = None  # None between two steps
 
     def begin_step(self) -> None:
         """Copy the state, at the beginning of a step."""
-        copier = _Copier(self._memory)
-        self.state = copier.copied(
+        self._used = []
+        self.state = self._copied(
             {
                 "program": self._program.state_dict(),
                 "progress": self._progress.state_dict(),
                 "trained": self._program.trained.state_dict(),
             }
         )
-        self._memory = copier.used
+        self._memory = self._used
 
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""
@@ -92,43 +94,33 @@ class StepUndo:
             # Only now, so that it can be put back again after an error, such as a lack of memory.
             self.state = None
 
-
-class _Copier:
-    """Copies a tree of dicts, lists and values. Tensors are copied into memory that fits."""
-
-    def __init__(self, memory: list[Tensor]) -> None:
-        self._memory = memory
-        self.used: list[Tensor] = []
-
-    def copied(self, value: Any) -> Any:
+    def _copied(self, value: Any) -> Any:
+        """Copy dicts, lists and values, and tensors into memory that fits."""
         if isinstance(value, Tensor):
-            return self._tensor(value.detach())
+            return self._copied_tensor(value.detach())
         if isinstance(value, dict):
             # A subclass, such as that of a model's state_dict, keeps its type and its attributes.
             made = copy.copy(value)
             for key, member in value.items():
-                made[key] = self.copied(member)
+                made[key] = self._copied(member)
             return made
         if type(value) in (list, tuple):
-            return type(value)(self.copied(member) for member in value)
+            return type(value)(map(self._copied, value))
         if isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen"):
             return copy.copy(value)
         return value
 
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        number = len(self.used)
+    def _copied_tensor(self, tensor: Tensor) -> Tensor:
+        number = len(self._used)
         memory = self._memory[number] if number < len(self._memory) else None
-        fits = (
-            memory is not None
-            and memory.shape == tensor.shape
-            and memory.dtype == tensor.dtype
-            and memory.device == tensor.device
-            and memory.stride() == tensor.stride()
-        )
-        if memory is None or not fits:
+        if memory is None or _layout(memory) != _layout(tensor):
             memory = torch.empty_like(tensor)
-        self.used.append(memory.copy_(tensor))
+        self._used.append(memory.copy_(tensor))
         return memory
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
 class Steps(Context):
@@ -294,7 +286,7 @@ class Steps(Context):
             is_divided=is_divided,
         )
         if self.membership is not None:
-            self.membership.report_step()
+            self.membership.report(Stepped(self.group.generation))
         try:
             self._agree(flags)
             self.telemetry.compare(self.slow, self.progress.step)
@@ -449,7 +441,7 @@ class Steps(Context):
         """Return what this replica requests. What becomes due with time is requested by rank 0 only."""
         signaled, membership = self.shutdown_request.is_made, self.membership
         if signaled and membership is not None:
-            membership.report_terminated()
+            membership.report(Terminated())
         requests = Requests(
             exit=signaled,
             finish=self.finish_reason is not None,

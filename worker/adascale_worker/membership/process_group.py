@@ -50,7 +50,6 @@ from adascale_worker.torch_private.distributed import (
     refuse_groups,
     reset_group_names,
     set_timeout_of,
-    tcp_store,
 )
 
 T = TypeVar("T")
@@ -109,8 +108,8 @@ class ReplicaGroup:
         self.indices: Sequence[int] = range(self.replicas)
         """The index of the replica of each rank."""
         self.generation = 0
-        self.nodes = 1
-        """Number of nodes that the replicas run on."""
+        self.hosts = [""] * self.replicas
+        """The node of each rank, or its address; empty if unknown."""
         self.is_elastic = is_elastic
         # Groups of one process share a store, unless each generation has its own.
         self._number = 0 if is_elastic else next(_NUMBERS)
@@ -130,7 +129,6 @@ class ReplicaGroup:
         self._failed = False
         self._is_lost = False
         """Whether the processes of this replica have agreed that members are lost."""
-        self._is_deciding = False
         self._lock = threading.Lock()
         self._aborting = threading.Lock()
         """Held while NCCL's communicator is aborted, which must not be destroyed meanwhile."""
@@ -141,6 +139,11 @@ class ReplicaGroup:
     def is_main(self) -> bool:
         """Whether this is rank 0, or the leader of it."""
         return self.rank == 0 and self.own.is_leader
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that the replicas run on."""
+        return len(set(self.hosts))
 
     # -- formation ----------------------------------------------------------------------------------------
 
@@ -208,15 +211,14 @@ class ReplicaGroup:
         """On rank 0: open the store of a generation."""
         with listen(address) as listener:
             port = int(listener.getsockname()[1])
-            store = tcp_store(
+            return TCPStore(
                 address,
                 port,
-                1,
                 is_master=True,
                 timeout=FORMATION_TIMEOUT,
-                listen_fd=listener.detach(),
-            )
-        return store, port
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            ), port
 
     def form(self, assignment: Assignment, store: TCPStore | None, formation: Formation, secret: str) -> None:
         """Form the group of a generation in which this process is a member; the old one was left before.
@@ -242,7 +244,7 @@ class ReplicaGroup:
             self._replace_group_of_program()
         self.rank, self.replicas = assignment.rank, len(assignment.members)
         self.indices = [member.replica for member in assignment.members]
-        self.nodes = len({member.node or member.address for member in assignment.members})
+        self.hosts = [member.node or member.address for member in assignment.members]
         with self._lock:
             self.generation = assignment.generation
             self._failed = self._is_lost = False
@@ -254,13 +256,11 @@ class ReplicaGroup:
         try:
             with self._guarded():
                 if store is None:
-                    store = tcp_store(
+                    store = TCPStore(
                         assignment.members[0].address,
                         formation.store_port,
-                        self.replicas,
-                        is_master=False,
                         timeout=FORMATION_TIMEOUT,
-                        listen_fd=None,
+                        wait_for_workers=False,
                     )
                 if self.device.type == "cuda":
                     key = f"generation-{self.generation}/gpu/{self.process}"
@@ -272,7 +272,7 @@ class ReplicaGroup:
                 self._initialize(store, FORMATION_TIMEOUT)
                 created = gloo.open_sockets() - before
                 own_port = [*gloo.listening_ports(created), 0][0]
-                greetings = self._authenticate([own_port, *_random_numbers()], secret)
+                greetings = self._authenticate([own_port, *(secrets.randbits(63) for _ in range(4))], secret)
                 self._sockets = gloo.connected_to(created, [port for port, *_ in greetings if port])
                 if math.isfinite(self.peer_timeout):
                     gloo.keep_alive(self._sockets, self.peer_timeout)
@@ -510,20 +510,16 @@ class ReplicaGroup:
             self._in_lane(self.wait_for_device)
             self.settle()
 
-    def _decide(self, compute: Callable[[], T]) -> T:
-        """Return on all processes of this replica what the leader has computed with the other leaders."""
-        if self.processes == 1 or self._is_deciding:
+    def _decide(self, alone: T, communicate: Callable[[], T]) -> T:
+        """Return what the leader gets from `communicate` with the other leaders, on all processes of this
+        replica; `alone` without other replicas.
+        """
+        compute: Callable[[], T] = self._guarded()(communicate) if self.replicas > 1 else lambda: alone
+        if self.processes == 1:
             return compute()
         if self._is_lost:
             raise PeersLostError
-        outcome: dict[str, Any] = {}
-        error: Exception | None = None
-        if self.own.is_leader:
-            self._is_deciding = True
-            try:
-                outcome, error = attempt(compute, [PeersLostError])
-            finally:
-                self._is_deciding = False
+        outcome, error = attempt(compute, [PeersLostError]) if self.own.is_leader else ({}, None)
         outcome = self.own.share(outcome)
         if "error" in outcome:
             error = error or shared_error(outcome["error"], [PeersLostError], _failure_of_leader)
@@ -537,14 +533,11 @@ class ReplicaGroup:
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on all ranks. It consists of what JSON has, so that it can't run code."""
+        return self.gather(value if self.rank == 0 else None)[0]
 
-        def share() -> Any:
-            if self.replicas == 1:
-                return value
-            with self._guarded():
-                return ReplicaMessages(self.process_group, self.device).share(value)
-
-        return self._decide(share)
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`."""
+        return self._decide([value], lambda: ReplicaMessages(self.process_group, self.device).gather(value))
 
     @property
     def transfer_device(self) -> torch.device:
@@ -568,17 +561,6 @@ class ReplicaGroup:
         with self._guarded():
             work.wait()
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`."""
-
-        def gather() -> list[Any]:
-            if self.replicas == 1:
-                return [value]
-            with self._guarded():
-                return ReplicaMessages(self.process_group, self.device).gather(value)
-
-        return self._decide(gather)
-
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return the elementwise sums of all ranks' `numbers`, on all ranks.
 
@@ -600,12 +582,11 @@ class ReplicaGroup:
         numbers = tensor.double().cpu()
 
         def add() -> list[float]:
-            if self.replicas > 1:
-                with self._guarded():
-                    self._all_reduce(numbers)
+            self._all_reduce(numbers)
             return numbers.tolist()
 
-        tensor.copy_(torch.tensor(self._decide(add), dtype=torch.float64, device="cpu"))
+        total = self._decide(numbers.tolist(), add)
+        tensor.copy_(torch.tensor(total, dtype=torch.float64, device="cpu"))
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace `tensors` by their means over the lane. Each has the same type and shape on all ranks."""
@@ -687,7 +668,8 @@ class ReplicaGroup:
         elif self._is_lost:
             return None
         else:
-            values, is_lost = self._decide(lambda: (self._read(event), self._failed))
+            found = (self._read(event), self._failed) if self.own.is_leader else None
+            values, is_lost = self.own.share(found)
             if is_lost:
                 self._lose()
         if values is None:
@@ -789,7 +771,3 @@ def exchange_values(store: TCPStore, key: str, rank: int, ranks: int, value: str
 
 def _failure_of_leader(message: str) -> RuntimeError:
     return RuntimeError(f"process 0 of this replica has failed: {message}")
-
-
-def _random_numbers() -> list[int]:
-    return [secrets.randbits(63) for _ in range(4)]

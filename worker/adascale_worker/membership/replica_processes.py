@@ -62,51 +62,28 @@ class ReplicaMessages:
 
     def share(self, value: Any) -> Any:
         """Return the `value` of process 0, the leader, on all processes."""
-        message, document = self._encoded(value) if self.process == 0 else (self._empty(SMALL), None)
-        self._group.broadcast(message, 0).wait()
-        if (length := _length(message)) > SMALL - _HEADER:
-            document = self._empty(length) if document is None else document
-            self._group.broadcast(document, 0).wait()
-        return value if self.process == 0 else _decoded(message, document)
+        return self.gather(value if self.process == 0 else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in their order, on all processes."""
-        message, document = self._encoded(value)
-        messages = self._gather(message)
-        longest = max(map(_length, messages))
-        documents: Sequence[Tensor | None] = [None] * self.count
-        if longest > SMALL - _HEADER:
-            padded = self._empty(longest)
-            padded[: len(document)] = document
-            documents = self._gather(padded)
-        return [_decoded(*each) for each in zip(messages, documents, strict=True)]
-
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
-        tensors = [torch.empty_like(tensor) for _ in range(self.count)]
-        self._group.allgather([tensors], [tensor]).wait()
-        return tensors
-
-    def _empty(self, length: int) -> Tensor:
-        return torch.empty(length, dtype=torch.uint8, device=self._device)
-
-    def _encoded(self, value: Any) -> tuple[Tensor, Tensor]:
-        """Return the length of a document and its beginning, and the whole document."""
         document = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         message = torch.zeros(SMALL, dtype=torch.uint8)
         message[:_HEADER] = torch.tensor([len(document)]).view(torch.uint8)
-        if len(document) <= SMALL - _HEADER:
-            message[_HEADER : _HEADER + len(document)] = document
-        return message.to(self._device), document.to(self._device)
+        message[_HEADER : _HEADER + len(document)] = document[: SMALL - _HEADER]
+        message, document = message.to(self._device), document.to(self._device)
+        messages = [torch.empty_like(message) for _ in range(self.count)]
+        self._group.allgather([messages], [message]).wait()
+        return [self._complete(*each, document) for each in enumerate(messages)]
 
-
-def _decoded(message: Tensor, document: Tensor | None) -> Any:
-    length = _length(message)
-    found = message[_HEADER : _HEADER + length] if document is None else document[:length]
-    return json.loads(found.cpu().numpy().tobytes())
-
-
-def _length(message: Tensor) -> int:
-    return int(message[:_HEADER].clone().view(torch.int64))
+    def _complete(self, process: int, message: Tensor, own: Tensor) -> Any:
+        """Return the value of a process, whose document is sent on its own if it is long."""
+        length = int(message[:_HEADER].clone().view(torch.int64))
+        document = message[_HEADER : _HEADER + length]
+        if len(document) < length:
+            empty = torch.empty(length, dtype=torch.uint8, device=self._device)
+            document = own if process == self.process else empty
+            self._group.broadcast(document, process).wait()
+        return json.loads(document.cpu().numpy().tobytes())
 
 
 def attempt(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
 
 from adascale_worker.torch_private import private_part
@@ -27,22 +26,6 @@ if TYPE_CHECKING:
 def default_store() -> Any:
     """Return the store of torch's default process group, for keys that need no collective call."""
     return private_part(dist.distributed_c10d, "_get_default_store")()
-
-
-def tcp_store(
-    host: str, port: int, world_size: int, *, is_master: bool, timeout: timedelta, listen_fd: int | None
-) -> TCPStore:
-    """Return a TCPStore that does not wait for the other ranks, served on a socket that already listens."""
-
-    return TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=is_master,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listen_fd,
-    )
 
 
 def process_group_beside(
