@@ -787,12 +787,7 @@ class ElasticTrainer:
             **options,
         )
         replica.progress.target = replica.job.target(feed)
-
-        def begin() -> Iterator[Any]:
-            training.require_epoch()
-            return training.batches(load)
-
-        return DataLoop(begin)
+        return DataLoop(lambda: training.batches(load))
 
     def evaluation(
         self,
@@ -901,9 +896,7 @@ class ElasticTrainer:
         At the end of the process this is not needed. May be called again.
         """
         replica = self._replica
-        if self._best_weights is not None:
-            self._best_weights.close()
-        replica.checkpointing.close()
+        self._stop_writing()
         if self._made is not None:
             self._made.close()
         replica.group.close()
@@ -928,14 +921,16 @@ class ElasticTrainer:
                 channel.send(Finished())
         if channel is not None:
             channel.send(Exiting(process_exit.status))
+        self._stop_writing()
+        replica.group.destroy_before_finalization()
+
+    def _stop_writing(self) -> None:
+        """Write and post what is outstanding, and leave the other members."""
         if self._best_weights is not None:
             self._best_weights.close()
-        replica.checkpointing.close()
+        self._replica.checkpointing.close()
         if self._made is not None:
-            self._made.telemetry.close()
-            if self._made.membership is not None:
-                self._made.membership.close()
-        replica.group.destroy_before_finalization()
+            self._made.leave()
 
 
 def _pair(bounds: Sequence[int | Literal["auto"]] | None) -> LocalBszBounds | None:

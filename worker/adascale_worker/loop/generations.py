@@ -11,8 +11,9 @@ import socket
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Final, NoReturn
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY
@@ -41,7 +42,7 @@ from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.links import AgentChannel, Formation, MembershipLinks, PeersLostError
-from adascale_worker.membership.process_group import FORM, ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import described_error, shared_error
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
@@ -54,16 +55,12 @@ POLL: Final = 0.1
 """Seconds after which a wait looks for signals again."""
 MAX_CONNECTION_TIME: Final = 10.0
 """Seconds for which a change waits for replicas that join to connect, while the others train."""
-SAVE, LEAVE = "save", "leave"
-"""Kinds of messages of a leader to the other processes of its replica, which wait to enter a generation."""
+# The messages of a leader to the other processes of its replica, which wait to enter a generation, are "form"
+# (`ReplicaGroup.form`), "save" and "leave".
 
 
 class LeaveError(Exception):
     """This trainer has to leave the job now: it was released, its agent is gone, or it was terminated."""
-
-
-Formed = Callable[[], tuple[Assignment, Formation]]
-"""Forms the group of a generation, of which the agent or the leader has sent the assignment."""
 
 
 class Membership:
@@ -249,9 +246,8 @@ class Membership:
         Waits for it if the present one was tried already, and for another one while members are lost.
         """
         self._is_joining = True
-        wait = self._wait_for_assignment if self._group.own.is_leader else self._wait_for_leader
+        form = self._form if self._group.own.is_leader else self._follow_leader
         while True:
-            form = wait()
             try:
                 assignment, formation = form()
                 synchronize(assignment, formation)
@@ -267,7 +263,7 @@ class Membership:
             self._channel.send(Running(assignment.generation))
             return
 
-    def _wait_for_assignment(self) -> Formed:
+    def _wait_for_assignment(self) -> Assignment:
         if self.newest_generation <= max(self._tried, self._void) > 0:
             self._report_holding()
         while True:
@@ -282,15 +278,17 @@ class Membership:
                     if newest.last:
                         self._save_before_leaving()
                     self.leave()
-                return partial(self._form, newest)
+                return newest
             self._require_agent()
             self._channel.wait(POLL)
 
     def _save_before_leaving(self) -> None:
-        self._group.own.share([SAVE])
+        self._group.own.share(["save"])
         self._state.save_alone()
 
-    def _form(self, assignment: Assignment) -> tuple[Assignment, Formation]:
+    def _form(self) -> tuple[Assignment, Formation]:
+        """Form the group of the generation that the agent assigns next."""
+        assignment = self._wait_for_assignment()
         self._is_holding = False
         if self._links is not None:
             self._earlier_links.append(self._links)
@@ -298,7 +296,6 @@ class Membership:
         # No member trains in a generation that was not formed, and its links accept those of later ones.
         self._close_earlier_links(lambda links: links.formation is None)
         self._tried = assignment.generation
-        secret = _secret_of(assignment)
         links: MembershipLinks | None = None
         if len(assignment.members) > 1:
             links = self._next_links
@@ -314,30 +311,30 @@ class Membership:
             if links is not None and assignment.rank > 0 and self._state.number is None:
                 self._receive_state(links, following)
         self._sends_to = self._pending_since = None
-        state = self._state.number
         self._instances = frozenset(member.instance for member in assignment.members)
-        if links is None:
-            self._close_earlier_links()
-            self._group.destroy()
-            alone = Formation(0, (state,))
-            self._group.form(assignment, None, alone, secret)
-            self._group.settle(failed=self._void >= assignment.generation)
-            return assignment, alone
-        links.arrive(state)
-        store, formation = None, None
-        while (formation := links.formation) is None:
-            self._require_undisturbed(links)
-            if store is None and links.all_arrived:
-                store, port = self._group.open_store(assignment.members[0].address)
-                links.announce_store(port)
-            else:
-                self._channel.wait(POLL)
+        store, formation = None, Formation(0, (self._state.number,))
+        if links is not None:
+            store, formation = self._gather_members(links)
         # All members have left the previous generation, so nobody needs its connections.
         self._close_earlier_links()
         self._group.destroy()
-        self._group.form(assignment, store, formation, secret)
-        self._group.settle(failed=links.broken or self._void >= assignment.generation)
+        self._group.form(assignment, store, formation, _secret_of(assignment))
+        is_broken = links is not None and links.broken
+        self._group.settle(failed=is_broken or self._void >= assignment.generation)
         return assignment, formation
+
+    def _gather_members(self, links: MembershipLinks) -> tuple[TCPStore | None, Formation]:
+        """Wait until all members have arrived, and return on rank 0 the store that it has opened."""
+        links.arrive(self._state.number)
+        store = None
+        while links.formation is None:
+            self._require_undisturbed(links)
+            if store is None and links.all_arrived:
+                store, port = self._group.open_store(links.assignment.members[0].address)
+                links.announce_store(port)
+            else:
+                self._channel.wait(POLL)
+        return store, links.formation
 
     def _receive_state(self, links: MembershipLinks, following: StateFollowing) -> None:
         """Receive the state of rank 0 while it trains, until it waits for the others."""
@@ -356,24 +353,19 @@ class Membership:
                         following.receive(connection, lambda: self._require_undisturbed(links))
                         return
 
-    def _wait_for_leader(self) -> Formed:
-        """Wait until the leader of this replica, in which this is another process, forms a group."""
+    def _follow_leader(self) -> tuple[Assignment, Formation]:
+        """Form the group that the leader of this replica forms, in another process of it."""
         while True:
-            kind, *arguments = self._group.own.share(None)
-            if kind == FORM:
-                return partial(self._follow, *arguments)
-            if kind == LEAVE:
-                raise LeaveError
-            assert kind == SAVE, kind
-            self._state.save_alone()
-
-    def _follow(
-        self, text: str, port: int, states: list[list[int] | None], secret: str
-    ) -> tuple[Assignment, Formation]:
-        assignment = agent_message(text)
+            match self._group.own.share(None):
+                case ["form", text, port, states, secret]:
+                    break
+                case ["leave"]:
+                    raise LeaveError
+                case _:
+                    self._state.save_alone()
+        assignment, formation = agent_message(text), Formation.of(port, states)
         assert isinstance(assignment, Assignment)
         self._group.destroy()
-        formation = Formation.of(port, states)
         self._group.form(assignment, None, formation, secret)
         self._group.settle()
         return assignment, formation
@@ -414,7 +406,7 @@ class Membership:
     def leave(self) -> NoReturn:
         """Send `leave` to the other members, and raise `LeaveError`."""
         if self._is_joining:
-            self._group.own.share([LEAVE])
+            self._group.own.share(["leave"])
         self.close()
         raise LeaveError
 
@@ -425,16 +417,11 @@ def _secret_of(assignment: Assignment) -> str:
 
 def _has_sent(connection: socket.socket, proof: bytes) -> bool:
     """Whether the other end of a new connection proves that it knows the secret of the job."""
-    deadline, received = time.monotonic() + 1.0, b""
+    connection.settimeout(1.0)
     try:
-        while len(received) < len(proof) and (seconds := deadline - time.monotonic()) > 0:
-            connection.settimeout(seconds)
-            if not (part := connection.recv(len(proof) - len(received))):
-                break
-            received += part
+        return hmac.compare_digest(connection.recv(len(proof)), proof)
     except OSError:
         return False
-    return hmac.compare_digest(received, proof)
 
 
 SHARED_ERRORS = (UnusableCheckpointError, StorageUnavailableError, CheckpointError, WorkerError)

@@ -293,12 +293,15 @@ class Training(Context):
         """Do not observe the main thread any more. May be called again."""
         self._failures.stop_watchdog()
 
-    def close(self) -> None:
-        """Post outstanding reports, leave the other members, and undo what affects the whole process."""
-        self.feed.close()
+    def leave(self) -> None:
+        """Post outstanding reports, and leave the other members."""
         self.telemetry.close()
         if self.membership is not None:
             self.membership.close()
+
+    def close(self) -> None:
+        """Undo what affects the whole process."""
+        self.feed.close()
         self._backward_guard.uninstall()
         self.stop_watchdog()
         self._other_training.uninstall()
@@ -312,6 +315,7 @@ class Training(Context):
 
     def batches(self, load: Callable[[int, BatchPlan], LoadedBatches]) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the current epoch."""
+        self.require_epoch()
         planner, progress, loop = self.planner, self.progress, self.loop
         loaded: LoadedBatches | None = None
         place = (self.group.generation, planner.plan, self.feed.exchanges)

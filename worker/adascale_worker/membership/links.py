@@ -68,8 +68,7 @@ class AgentChannel:
     def __init__(self, channel: socket.socket | None, replica_store: str | None = None) -> None:
         self._socket = channel
         self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
-        self._changed = threading.Condition()
-        self._changes = self._known_changes = 0
+        self._changed = threading.Event()
         self.is_closed = False
         """Whether the agent has closed the connection."""
         self._sending = threading.Lock()
@@ -90,15 +89,12 @@ class AgentChannel:
 
         Only one thread may wait.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._changes != self._known_changes, timeout)
-            self._known_changes = self._changes
+        self._changed.wait(timeout)
+        self._changed.clear()
 
     def notify(self) -> None:
         """End `wait`, also a later one if none waits now."""
-        with self._changed:
-            self._changes += 1
-            self._changed.notify_all()
+        self._changed.set()
 
     def send(self, message: TrainerMessage) -> None:
         """Send a message. Does nothing if that fails: this process ends if the agent is gone."""

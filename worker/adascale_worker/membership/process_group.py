@@ -70,9 +70,6 @@ FAILED = "failed"
 Values = dict[int, Any]
 """The values of the ranks that have announced an event."""
 
-FORM = "form"
-"""The kind of a message of a leader to the other processes of its replica, to form a group."""
-
 _NUMBERS = itertools.count()
 """Numbers the groups of this process: all replicas make them in the same order."""
 
@@ -228,7 +225,7 @@ class ReplicaGroup:
         """
         if self.processes > 1 and self.own.is_leader:
             place = formation.store_port, formation.states
-            self.own.share([FORM, encode(assignment).decode(), *place, secret])
+            self.own.share(["form", encode(assignment).decode(), *place, secret])
         try:
             self._form(assignment, store, formation, secret)
         except PeersLostError:

@@ -60,10 +60,6 @@ class ReplicaMessages:
         """Number of processes of the group."""
         return self._group.size()
 
-    def share(self, value: Any) -> Any:
-        """Return the `value` of process 0, the leader, on all processes."""
-        return self.gather(value if self.process == 0 else None)[0]
-
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in their order, on all processes."""
         document = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -225,11 +221,15 @@ class ReplicaProcesses:
 
     def share(self, value: Any) -> Any:
         """Return the leader's `value` on all processes. It consists of what JSON has."""
-        return value if self.count == 1 else ReplicaMessages(_default_group()).share(value)
+        return self.exchange(value if self.is_leader else None)[0]
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all processes, in their order. They consist of what JSON has."""
-        return [value] if self.count == 1 else ReplicaMessages(_default_group()).gather(value)
+        if self.count == 1:
+            return [value]
+        group = dist.group.WORLD
+        assert group is not None, "form is called first"
+        return ReplicaMessages(group).gather(value)
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true in one of the processes."""
@@ -249,9 +249,3 @@ class ReplicaProcesses:
         """Replace a tensor by the sum over the processes."""
         if self.count > 1:
             dist.all_reduce(tensor)
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None, "form is called first"
-    return group
