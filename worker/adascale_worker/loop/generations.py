@@ -103,7 +103,7 @@ class Membership:
         """The newest generation that this trainer has tried to enter."""
         self._void = 0
         """The newest generation that the service has ended before or after this trainer entered it."""
-        self._left: set[int] = set()
+        self.left: set[int] = set()
         """Replicas that have left the present generation at an agreed step."""
         self._is_holding = False
         self._reported: set[TrainerMessage] = set()
@@ -225,7 +225,7 @@ class Membership:
         """Report that this trainer waits for another generation, unless it was terminated and leaves."""
         if self._shutdown_request.is_made:
             return
-        lost = set(self._left)
+        lost = set(self.left)
         if self._links is not None:
             lost |= self._links.lost
         self._is_holding = True
@@ -235,10 +235,6 @@ class Membership:
         self._channel.send(Holding(generation, step, tuple(sorted(lost))))
 
     # -- entering a generation ----------------------------------------------------------------------------
-
-    def leave_without(self, replicas: set[int]) -> None:
-        """Record that `replicas` have left the present generation, so that it has ended."""
-        self._left |= replicas
 
     def join(self, synchronize: Callable[[Assignment, Formation], None]) -> None:
         """Enter the newest generation, whose members `synchronize` gives the same state.
@@ -302,7 +298,7 @@ class Membership:
             if links is None or links.assignment is not assignment:
                 raise PeersLostError  # a newer assignment has arrived
             self._next_links = None
-        self._left.clear()
+        self.left.clear()
         self._links = links
         if (following := self._state.following) is not None:
             if links is not None and links is self._sends_to and not links.broken:
@@ -608,7 +604,7 @@ class Generations(Context):
                 self.state.save_if_possible()
             if group.rank in leaving:
                 self._leave(membership)
-            membership.leave_without({group.indices[rank] for rank in leaving})
+            membership.left |= {group.indices[rank] for rank in leaving}
         else:
             membership.wait_for_generation(max(row[1] for row in rows))
             released = group.gather(membership.is_released)

@@ -182,7 +182,11 @@ class Steps(Context):
 
     def step_of(self, part: OptimizerGradients) -> None:
         """Count a micro-batch of an optimizer, and in the last one of a step update its parameters."""
-        self._begin_call()
+        self.step_calls += 1
+        self._has_changed = False
+        self.loop.is_evaluating = False
+        self.shutdown_request.reinstall()
+        self._scaler.check()
         if self.failure.is_discarded:
             self._skip_discarded()
             return
@@ -233,14 +237,6 @@ class Steps(Context):
     def _leads(self, part: OptimizerGradients) -> bool:
         """Whether an optimizer is the first, which makes a step for each batch."""
         return part is self.accumulation.parts[0]
-
-    def _begin_call(self) -> None:
-        """Check and record a call of `optimizer.step()`."""
-        self.step_calls += 1
-        self._has_changed = False
-        self.loop.is_evaluating = False
-        self.shutdown_request.reinstall()
-        self._scaler.check()
 
     def _skip_discarded(self) -> None:
         """Make no step, because it is discarded."""
@@ -384,10 +380,6 @@ class Steps(Context):
                 "one batch (local_bsz_bounds with a larger upper bound)"
             )
         # The program does not want the mean gradient, which is the same on all replicas, or a part of it.
-        self.accumulation.restart_step()
-
-    def begin_loop(self) -> None:
-        """Begin with the first batch of a step, in another loop of the program."""
         self.accumulation.restart_step()
 
     def discard(self) -> None:

@@ -373,7 +373,7 @@ class Training(Context):
             self.loop.overtaken_states = None
         self.progress.in_step = 0
         number = self.loop.begin(self.progress.epoch)
-        self.steps.begin_loop()
+        self.accumulation.restart_step()
         self.telemetry.step_timer.pause()
         return number
 

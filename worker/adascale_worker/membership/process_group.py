@@ -304,7 +304,7 @@ class ReplicaGroup:
         """Return the numbers of all ranks, which are exchanged in the memory of the host."""
         table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64)
         table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
-        self._all_reduce(table)
+        self._start_all_reduce(table).wait()
         return [[int(number) for number in row] for row in table.tolist()]
 
     def _initialize(self, store: Any, timeout: timedelta) -> None:
@@ -579,7 +579,7 @@ class ReplicaGroup:
         numbers = tensor.double().cpu()
 
         def add() -> list[float]:
-            self._all_reduce(numbers)
+            self._start_all_reduce(numbers).wait()
             return numbers.tolist()
 
         total = self._decide(numbers.tolist(), add)
@@ -615,7 +615,7 @@ class ReplicaGroup:
             for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
                 same = [tensor for tensor in tensors if tensor.dtype == dtype]
                 flat = torch.cat([tensor.reshape(-1) for tensor in same])
-                self._broadcast(flat)
+                self.process_group.broadcast(flat, 0).wait()
                 if self.rank > 0:
                     for tensor, part in zip(same, flat.split([each.numel() for each in same]), strict=True):
                         tensor.copy_(part.view(tensor.shape))
@@ -725,16 +725,10 @@ class ReplicaGroup:
     def _key(self, event: str, rank: int) -> str:
         return f"adascale/{self._number}/{event}/{rank}"
 
-    def _all_reduce(self, tensor: torch.Tensor) -> None:
-        self._start_all_reduce(tensor).wait()
-
     def _start_all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> dist.Work:
         return self.process_group.allreduce([tensor], op)
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        self.process_group.broadcast(tensor, 0).wait()
 
 
 def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:
