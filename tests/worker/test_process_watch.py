@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from adascale_worker.membership.replica_processes import CHECKS, ProcessWatch
+from adascale_worker.membership.replica_processes import CHECKS, ReplicaProcesses
 from support.launch import wait_until
 
 TIMEOUT = 0.2
-Watch = Callable[[int], ProcessWatch]
+Watch = Callable[[int], ReplicaProcesses]
 
 
 @pytest.fixture
@@ -23,16 +24,16 @@ def ended() -> queue.SimpleQueue[int]:
 
 @pytest.fixture
 def watch(tmp_path: Path, ended: queue.SimpleQueue[int]) -> Iterator[Watch]:
-    made: list[ProcessWatch] = []
+    made: list[ReplicaProcesses] = []
 
-    def start(process: int) -> ProcessWatch:
-        made.append(ProcessWatch(str(tmp_path / "alive"), process, 3, TIMEOUT, ended.put))
-        made[-1].start()
+    def start(process: int) -> ReplicaProcesses:
+        made.append(ReplicaProcesses(process, 3, torch.device("cpu")))
+        made[-1].watch(str(tmp_path / "alive"), TIMEOUT, lambda other, _: ended.put(other))
         return made[-1]
 
     yield start
     for each in made:
-        each.stop()
+        each.close()
 
 
 def look(path: Path) -> None:
@@ -62,6 +63,6 @@ def test_processes_that_run_have_not_begun_or_have_stopped_are_not_taken_for_fro
     look(tmp_path / "alive-0")
     other = watch(1)
     look(tmp_path / "alive-0")
-    other.stop()
+    other.close()
     look(tmp_path / "alive-0")
     assert ended.empty()

@@ -20,7 +20,6 @@ from adascale_storage import Part, Storage, StorageFullError, WriteCancelledErro
 from adascale_storage.folder import Folder
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.membership.replica_processes import ReplicaMessages
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.shards import KEY, Division, Shards
@@ -50,12 +49,11 @@ class Replica:
         shared = dist.HashStore()  # type: ignore[attr-defined]
 
         def connect(process: int) -> CheckpointProcesses:
-            messages = None
+            group = None
             if count > 1:
                 host, timeout = torch.device("cpu"), timedelta(seconds=60)
                 group = process_group_beside(shared, process, count, host, timeout, share_a_gpu=False)
-                messages = ReplicaMessages(group)
-            return CheckpointProcesses(messages)
+            return CheckpointProcesses(group)
 
         self.processes = self.run(connect)
         self.stores = [

@@ -32,9 +32,9 @@ from adascale_worker.errors import GroupFormationError, ReplicationError, Worker
 from adascale_worker.membership import gloo
 from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.replica_processes import (
-    ReplicaMessages,
     ReplicaProcesses,
     attempt,
+    gather_values,
     shared_error,
 )
 from adascale_worker.process.device import gpu_names
@@ -534,7 +534,7 @@ class ReplicaGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`."""
-        return self._decide([value], lambda: ReplicaMessages(self.process_group, self.device).gather(value))
+        return self._decide([value], lambda: gather_values(self.process_group, value, self.device))
 
     @property
     def transfer_device(self) -> torch.device:

@@ -40,46 +40,29 @@ _HEADER = 8
 _HOST = torch.device("cpu")
 
 
-class ReplicaMessages:
-    """Exchanges values over a process group of processes, such as those of a replica.
+def gather_values(group: dist.ProcessGroup, value: Any, device: torch.device = _HOST) -> list[Any]:
+    """Return the values of all processes of a group, in their order, on all of them. A collective call.
 
-    All of them call the methods in the same order. Values consist of what JSON has, so they can't run code.
+    Values consist of what JSON has, so they can't run code.
     """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device = _HOST) -> None:
-        self._group = group
-        self._device = device
-
-    @property
-    def process(self) -> int:
-        """Index of this process in the group, from 0."""
-        return self._group.rank()
-
-    @property
-    def count(self) -> int:
-        """Number of processes of the group."""
-        return self._group.size()
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in their order, on all processes."""
-        document = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        message = torch.zeros(SMALL, dtype=torch.uint8)
-        message[:_HEADER] = torch.tensor([len(document)]).view(torch.uint8)
-        message[_HEADER : _HEADER + len(document)] = document[: SMALL - _HEADER]
-        message, document = message.to(self._device), document.to(self._device)
-        messages = [torch.empty_like(message) for _ in range(self.count)]
-        self._group.allgather([messages], [message]).wait()
-        return [self._complete(*each, document) for each in enumerate(messages)]
-
-    def _complete(self, process: int, message: Tensor, own: Tensor) -> Any:
-        """Return the value of a process, whose document is sent on its own if it is long."""
-        length = int(message[:_HEADER].clone().view(torch.int64))
-        document = message[_HEADER : _HEADER + length]
-        if len(document) < length:
-            empty = torch.empty(length, dtype=torch.uint8, device=self._device)
-            document = own if process == self.process else empty
-            self._group.broadcast(document, process).wait()
-        return json.loads(document.cpu().numpy().tobytes())
+    document = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    message = torch.zeros(SMALL, dtype=torch.uint8)
+    message[:_HEADER] = torch.tensor([len(document)]).view(torch.uint8)
+    message[_HEADER : _HEADER + len(document)] = document[: SMALL - _HEADER]
+    message = message.to(device)
+    messages = [torch.empty_like(message) for _ in range(group.size())]
+    group.allgather([messages], [message]).wait()
+    values = []
+    for process, each in enumerate(messages):
+        length = int(each[:_HEADER].clone().view(torch.int64))
+        received = each[_HEADER : _HEADER + length]
+        if len(received) < length:
+            # A long document is sent on its own.
+            empty = torch.empty(length, dtype=torch.uint8, device=device)
+            received = document.to(device) if process == group.rank() else empty
+            group.broadcast(received, process).wait()
+        values.append(json.loads(received.cpu().numpy().tobytes()))
+    return values
 
 
 def attempt(
@@ -111,60 +94,6 @@ CHECKS: Final = 10
 because time passes also while this process is frozen."""
 
 
-class ProcessWatch:
-    """Shows the other processes of a replica that this one runs, and checks whether they run.
-
-    Each process has a file, which exists from `start` to `stop`, and changes its time of modification.
-    """
-
-    def __init__(
-        self, path: str, process: int, count: int, timeout: float, end: Callable[[int], None] | None = None
-    ) -> None:
-        self._files = [Path(f"{path}-{index}") for index in range(count)]
-        self._own = self._files[process]
-        self._others = [index for index in range(count) if index != process]
-        self._timeout = timeout
-        self._end = self._end_process if end is None else end
-        self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="adascale-process-watch", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._own.touch()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop: this process ends, or does not need the others. May be called again."""
-        self._is_stopped.set()
-        self._own.unlink(missing_ok=True)
-
-    def _run(self) -> None:
-        seen: dict[int, tuple[int, int]] = {}
-        while not self._is_stopped.wait(self._timeout / CHECKS):
-            # The file is missing if the agent has ended, or this process ends.
-            with contextlib.suppress(OSError):
-                os.utime(self._own)
-            for other in self._others:
-                try:
-                    changed = self._files[other].stat().st_mtime_ns
-                except OSError:
-                    seen.pop(other, None)  # That process has not begun, or has stopped.
-                    continue
-                before, checks = seen.get(other, (changed, 0))
-                seen[other] = changed, checks + 1 if changed == before else 0
-                if seen[other][1] > CHECKS:
-                    self._end(other)
-                    return
-
-    def _end_process(self, other: int) -> None:
-        # The main thread waits for the other process.
-        end_process(
-            EXIT_PEER_LOST,
-            f"process {other} of this replica has shown no sign of life for {self._timeout:g} s: ending the "
-            "replica, so that another one joins the others",
-        )
-
-
 MESSAGE_TIMEOUT = timedelta(hours=24)
 """How long a thread waits for those of the other processes, which may write to a slow storage."""
 
@@ -180,9 +109,10 @@ class ReplicaProcesses:
         self.count = count
         self._device = device
         self._is_formed = False
-        self.messages: ReplicaMessages | None = None
-        """Messages of threads beside the main one, over a group of their own; None with one process."""
-        self._watch: ProcessWatch | None = None
+        self.beside: dist.ProcessGroup | None = None
+        """The group for threads beside the main one; None with one process."""
+        self._sign_of_life: Path | None = None
+        self._is_closed = threading.Event()
 
     @property
     def is_leader(self) -> bool:
@@ -195,20 +125,46 @@ class ReplicaProcesses:
         self._is_formed = True
         if self.count > 1:
             own = dist.PrefixStore("beside", store)  # type: ignore[attr-defined]
-            beside = process_group_beside(own, self.rank, self.count, _HOST, timeout, share_a_gpu=False)
-            set_timeout_of(beside, MESSAGE_TIMEOUT)
-            self.messages = ReplicaMessages(beside)
+            self.beside = process_group_beside(own, self.rank, self.count, _HOST, timeout, share_a_gpu=False)
+            set_timeout_of(self.beside, MESSAGE_TIMEOUT)
 
-    def watch(self, path: str, timeout: float) -> None:
-        """End this process when another one is frozen, until `close`."""
-        self._watch = ProcessWatch(path, self.rank, self.count, timeout)
-        self._watch.start()
+    def watch(self, path: str, timeout: float, end: Callable[[int, float], None] | None = None) -> None:
+        """End this process when another one is frozen, until `close`.
+
+        Each process has a file, which exists until `close`, and changes its time of modification.
+        """
+        files = [Path(f"{path}-{index}") for index in range(self.count)]
+        self._sign_of_life = files[self.rank]
+        self._sign_of_life.touch()
+        arguments = files, timeout, end or _end_process
+        threading.Thread(
+            target=self._observe, args=arguments, name="adascale-process-watch", daemon=True
+        ).start()
+
+    def _observe(self, files: Sequence[Path], timeout: float, end: Callable[[int, float], None]) -> None:
+        seen: dict[int, tuple[int, int]] = {}
+        while not self._is_closed.wait(timeout / CHECKS):
+            # The file is missing if the agent has ended, or this process ends.
+            with contextlib.suppress(OSError):
+                os.utime(files[self.rank])
+            for other, file in enumerate(files):
+                try:
+                    changed = file.stat().st_mtime_ns
+                except OSError:
+                    seen.pop(other, None)  # That process has not begun, or has stopped.
+                    continue
+                before, checks = seen.get(other, (changed, 0))
+                seen[other] = changed, checks + 1 if changed == before else 0
+                if other != self.rank and seen[other][1] > CHECKS:
+                    end(other, timeout)
+                    return
 
     def close(self) -> None:
         """Destroy torch's default process group, if `form` has made it. May be called again."""
-        if self._watch is not None:
-            self._watch.stop()
-        was_formed, self._is_formed, self.messages = self._is_formed, False, None
+        self._is_closed.set()
+        if self._sign_of_life is not None:
+            self._sign_of_life.unlink(missing_ok=True)
+        was_formed, self._is_formed, self.beside = self._is_formed, False, None
         if was_formed and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -229,7 +185,7 @@ class ReplicaProcesses:
             return [value]
         group = dist.group.WORLD
         assert group is not None, "form is called first"
-        return ReplicaMessages(group).gather(value)
+        return gather_values(group, value)
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true in one of the processes."""
@@ -249,3 +205,12 @@ class ReplicaProcesses:
         """Replace a tensor by the sum over the processes."""
         if self.count > 1:
             dist.all_reduce(tensor)
+
+
+def _end_process(other: int, timeout: float) -> None:
+    # The main thread waits for the other process.
+    end_process(
+        EXIT_PEER_LOST,
+        f"process {other} of this replica has shown no sign of life for {timeout:g} s: ending the replica, "
+        "so that another one joins the others",
+    )

@@ -56,7 +56,7 @@ class Checkpointing:
         is_terminated: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = (
-            _open(location, CheckpointProcesses(group.own.messages))
+            _open(location, CheckpointProcesses(group.own.beside))
             if isinstance(location, str | Path)
             else location
         )

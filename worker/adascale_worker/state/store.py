@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar
 
+from torch.distributed import ProcessGroup
+
 from adascale_core.checkpoint_manifest import (
     FORMAT,
     SHARDED_FORMAT,
@@ -50,7 +52,7 @@ from adascale_worker.errors import (
     UnusableCheckpointError,
     WorkerError,
 )
-from adascale_worker.membership.replica_processes import ReplicaMessages, attempt, shared_error
+from adascale_worker.membership.replica_processes import attempt, gather_values, shared_error
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.reader import DamagedError, read_manifest, read_state
 from adascale_worker.state.shards import Shards
@@ -97,10 +99,10 @@ class CheckpointProcesses:
     that they repeat it, or raise the same error.
     """
 
-    def __init__(self, messages: ReplicaMessages | None = None) -> None:
-        self._messages = messages
-        self.process = 0 if messages is None else messages.process
-        self.count = 1 if messages is None else messages.count
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self._group = group
+        self.process = 0 if group is None else group.rank()
+        self.count = 1 if group is None else group.size()
 
     @property
     def leads(self) -> bool:
@@ -114,10 +116,10 @@ class CheckpointProcesses:
 
     def each(self, action: Callable[[], Any]) -> list[Any]:
         """Return on all processes the results of each, in their order, or raise an error of one."""
-        if self._messages is None:
+        if self._group is None:
             return [action()]
         own, error = attempt(action, _KINDS)
-        outcomes = self._messages.gather(own)
+        outcomes = gather_values(self._group, own)
         failures = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if failures:
             first = min(failures, key=lambda failure: _NAMES.index(failure[0] or CheckpointError.__name__))
