@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,13 +17,13 @@ import torch
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.errors import WorkerError
+from adascale_worker.loop.context import Context
 from adascale_worker.loop.generations import Membership
 from adascale_worker.membership import links as membership_links
 from adascale_worker.membership.links import AgentChannel, Formation, MembershipLinks
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment, listen, package_version
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.state.state import State
 from support.launch import wait_until
 
 ADDRESS = "127.0.0.1"
@@ -71,8 +72,13 @@ class NoState:
 
 def membership_of(trainer: socket.socket, listener: socket.socket) -> Membership:
     """Return the membership of a trainer, with its end of the connection with its agent."""
-    group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True, peer_timeout=PATIENCE)
-    return Membership(AgentChannel(trainer), listener, group, ShutdownRequest(), cast(State, NoState()))
+    parts = SimpleNamespace(
+        group=ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True, peer_timeout=PATIENCE),
+        shutdown_request=ShutdownRequest(),
+        state=NoState(),
+        accelerator="",
+    )
+    return Membership(cast(Context, parts), AgentChannel(trainer), listener)
 
 
 class ScriptedMember:

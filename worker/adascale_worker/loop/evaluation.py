@@ -27,8 +27,6 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup, Values
-from adascale_worker.program.program_loop import ProgramLoop
-from adascale_worker.reporting.progress import StepTimer, TrainingProgress
 from adascale_worker.reporting.reports import as_number
 
 READING_TIME = 10.0
@@ -459,19 +457,14 @@ class Exchange:
         return f"{self._name}/{kind}/{part}"
 
 
-class EvaluationSequence:
+class EvaluationSequence(Context):
     """Numbers the evaluations and sums of a program, so that all replicas exchange what belongs together.
 
     A replica announces the places in training that it has passed: those that evaluate do not wait for it.
     """
 
-    def __init__(
-        self, group: ReplicaGroup, progress: TrainingProgress, step_timer: StepTimer, loop: ProgramLoop
-    ) -> None:
-        self._group = group
-        self._progress = progress
-        self._step_timer = step_timer
-        self._loop = loop
+    def __init__(self, known: Context) -> None:
+        super().__init__(known)
         self._count = 0
         """Evaluations at `_place` so far."""
         self._place: tuple[int, int, int] | None = None
@@ -480,27 +473,27 @@ class EvaluationSequence:
 
     def next(self) -> Exchange:
         """Return how the replicas exchange the results of the next evaluation."""
-        progress = self._progress
+        progress = self.progress
         # A replica passes an evaluation outside of a loop when it begins a loop of the same epoch.
-        place = (progress.epoch, progress.step, int(self._loop.has_batch))
+        place = (progress.epoch, progress.step, int(self.loop.has_batch))
         self._count = self._count + 1 if place == self._place else 1
         self._place = place
-        return Exchange(self._group, place, self._count)
+        return Exchange(self.group, place, self._count)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Do not take what is done meanwhile for training."""
-        self._step_timer.pause()
-        self._loop.is_evaluating = True
+        self.telemetry.step_timer.pause()
+        self.loop.is_evaluating = True
         try:
             yield
         finally:
-            self._step_timer.pause()
-            self._loop.is_evaluating = False
+            self.telemetry.step_timer.pause()
+            self.loop.is_evaluating = False
 
     def announce_training(self, *, is_waiting: bool = False) -> None:
         """Let replicas that evaluate know that this one trains, or waits in a step."""
-        progress = self._progress
+        progress = self.progress
         self.announce_passed([progress.epoch, progress.step, 2 if is_waiting else 1])
 
     def announce_passed(self, place: Sequence[float]) -> None:
@@ -508,7 +501,7 @@ class EvaluationSequence:
 
         A place is the epoch, the step, and 1 if the replica trains there, 2 if it waits in the step.
         """
-        self._group.announce(TRAINS, place)
+        self.group.announce(TRAINS, place)
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the sums of numbers of all replicas at the same place of the program, the same on all.

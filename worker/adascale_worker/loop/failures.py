@@ -22,12 +22,12 @@ from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_SING
 from adascale_core.messages.channel import Limited, Stalled
 from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_worker.gradients.step_failure import is_out_of_memory, kind_of, release_memory
-from adascale_worker.loop.context import Context, Replica
+from adascale_worker.loop.context import Context
 from adascale_worker.loop.steps import Steps
 from adascale_worker.process import environment
 from adascale_worker.process.exit import end_process
 from adascale_worker.process.user_code import is_own, location, raising_line
-from adascale_worker.program.program_loop import ProgramLoop, ProgramPlace
+from adascale_worker.program.program_loop import ProgramPlace
 from adascale_worker.torch_private.distributed import is_lost_peer
 
 WARN_AFTER = 30.0
@@ -55,40 +55,34 @@ MAX_REASON = 200
 """Characters of torch's own message about a lack of memory that are printed."""
 
 
-class MemoryShortage:
+class MemoryShortage(Context):
     """Recognizes that a batch does not fit into memory, and limits the batches that follow."""
 
-    def __init__(self, replica: Replica, loop: ProgramLoop) -> None:
-        self._planner = replica.planner
-        self._group = replica.group
-        self._device = replica.device
-        self._channel = replica.channel
-        self._loop = loop
-        self.limit: int | None = None
-        """Of the local batch size, with which the samples of a discarded step follow; None if none do."""
+    limit: int | None = None
+    """Of the local batch size, with which the samples of a discarded step follow; None if none do."""
 
     def handle(self, error: BaseException) -> bool:
         """Whether `error` means that a batch does not fit, and its samples can follow in smaller batches."""
-        if not self._loop.has_batch or (self._channel is None and self._group.replicas > 1):
+        if not self.loop.has_batch or (self.channel is None and self.group.replicas > 1):
             return False
-        if self._group.has_mesh:
+        if self.group.has_mesh:
             # A batch that does not fit into the memory of one process of several ends its replica: its
             # collective calls would not be those of the other processes.
             return False
         limit = self.limit_after(error)
         if limit is None:
             return False
-        if self._channel is None:
+        if self.channel is None:
             self.limit = limit
         else:
-            self._group.fail()
+            self.group.fail()
         return True
 
     def limit_after(self, error: BaseException) -> int | None:
         """Report and return the limit after an error; None if it has another cause, or none is left."""
         if not is_out_of_memory(error):
             return None
-        planner, device = self._planner, kind_of(self._device)
+        planner, device = self.planner, kind_of(self.device)
         size, limit = planner.plan.local_bsz, planner.smaller_local_bsz()
         found = f"a local batch of {size} samples does not fit into the memory of {device}"
         if limit is None:
@@ -100,8 +94,8 @@ class MemoryShortage:
             return None
         reason = str(error).partition("\n")[0][:MAX_REASON]
         print(f"adascale: {found}: training continues with at most {limit}. {reason}", file=sys.stderr)
-        if self._channel is not None:
-            self._channel.send(Limited(limit))
+        if self.channel is not None:
+            self.channel.send(Limited(limit))
         return limit
 
 

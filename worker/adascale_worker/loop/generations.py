@@ -42,14 +42,11 @@ from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.links import AgentChannel, Formation, MembershipLinks, PeersLostError
-from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import described_error, shared_error
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
-from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program.parts import check_optimizer_parameters
 from adascale_worker.state.following import StateFollowing
-from adascale_worker.state.state import State
 
 POLL: Final = 0.1
 """Seconds after which a wait looks for signals again."""
@@ -63,26 +60,17 @@ class LeaveError(Exception):
     """This trainer has to leave the job now: it was released, its agent is gone, or it was terminated."""
 
 
-class Membership:
+class Membership(Context):
     """Forms the groups of generations, as the agent assigns them.
 
     It receives the messages of the agent, in the first process of a replica, and observes the group. Other
     processes of a replica enter what the first enters.
     """
 
-    def __init__(
-        self,
-        channel: AgentChannel,
-        listener: socket.socket,  # to which other members connect
-        group: ReplicaGroup,
-        shutdown_request: ShutdownRequest,
-        state: State,
-    ) -> None:
+    def __init__(self, known: Context, channel: AgentChannel, listener: socket.socket) -> None:
+        super().__init__(known)
         self._channel = channel
-        self._listener = listener
-        self._group = group
-        self._shutdown_request = shutdown_request
-        self._state = state
+        self._listener = listener  # to which other members connect
         self._newest: Assignment | Release | None = None
         """The message of the agent for the newest generation; None before the first."""
         self._refusal: str | None = None
@@ -109,12 +97,12 @@ class Membership:
         self._reported: set[TrainerMessage] = set()
         self._is_joining = False
 
-    def start(self, accelerator: str = "") -> None:
-        """Report to the agent that this trainer is ready, with its type of accelerator."""
-        self._group.watch_processes()
-        self._group.observe(self.peers_lost, self._state.save_beside)
+    def start(self) -> None:
+        """Report to the agent that this trainer is ready for its first generation."""
+        self.group.watch_processes()
+        self.group.observe(self.peers_lost, self.state.save_beside)
         self._channel.start(self._handle)
-        self._channel.send(Ready(self._listener.getsockname()[1], accelerator, os.getpid()))
+        self._channel.send(Ready(self._listener.getsockname()[1], self.accelerator, os.getpid()))
 
     # -- messages of the agent ----------------------------------------------------------------------------
 
@@ -123,7 +111,7 @@ class Membership:
             case Refuse(reason):
                 self._refusal = reason
             case Terminate():
-                self._shutdown_request.make()
+                self.shutdown_request.make()
             case Hold(generation):
                 self._hold(generation)
             case Assignment() | Release() if message.generation > self.newest_generation:
@@ -148,7 +136,7 @@ class Membership:
             return False
         now = time.monotonic()
         self._pending_since = now if self._pending_since is None else self._pending_since
-        links, following = self._next_links, self._state.following
+        links, following = self._next_links, self.state.following
         if following is None:
             return True
         if links is not None and self._sends_to is links:
@@ -177,9 +165,7 @@ class Membership:
 
     def wait_for_generation(self, generation: int) -> None:
         """Wait until the agent has sent a message for `generation`, or members are lost: in the leader."""
-        while (
-            self._group.own.is_leader and self.newest_generation < generation and not self._group.has_failed
-        ):
+        while self.group.own.is_leader and self.newest_generation < generation and not self.group.has_failed:
             self._require_agent()
             self._channel.wait(POLL)
 
@@ -193,7 +179,7 @@ class Membership:
                 assignment,
                 self._listener,
                 _secret_of(assignment),
-                self._group.peer_timeout,
+                self.group.peer_timeout,
                 self._on_links_change,
             )
 
@@ -202,7 +188,7 @@ class Membership:
         if generation < max(self._tried, self.newest_generation):
             return
         self._void = generation
-        self._group.fail(generation)
+        self.group.fail(generation)
         # Now, because the main thread may run code of the program for long.
         self._report_holding()
 
@@ -210,7 +196,7 @@ class Membership:
 
     def _on_links_change(self, links: MembershipLinks) -> None:
         if links is self._links and links.broken:
-            self._group.fail(links.assignment.generation)
+            self.group.fail(links.assignment.generation)
             if self._is_holding:
                 self._report_holding()
         self._channel.notify()
@@ -223,14 +209,14 @@ class Membership:
 
     def _report_holding(self) -> None:
         """Report that this trainer waits for another generation, unless it was terminated and leaves."""
-        if self._shutdown_request.is_made:
+        if self.shutdown_request.is_made:
             return
         lost = set(self.left)
         if self._links is not None:
             lost |= self._links.lost
         self._is_holding = True
         generation = max(self._tried, self._void)
-        number = self._state.number
+        number = self.state.number
         step = None if number is None else number[1]
         self._channel.send(Holding(generation, step, tuple(sorted(lost))))
 
@@ -242,17 +228,17 @@ class Membership:
         Waits for it if the present one was tried already, and for another one while members are lost.
         """
         self._is_joining = True
-        form = self._form if self._group.own.is_leader else self._follow_leader
+        form = self._form if self.group.own.is_leader else self._follow_leader
         while True:
             try:
                 assignment, formation = form()
                 synchronize(assignment, formation)
-                if self._group.has_failed:
+                if self.group.has_failed:
                     raise PeersLostError
             except PeersLostError:
                 if self._links is not None and self._links.refusal is not None:
                     raise WorkerError(self._links.refusal) from None
-                self._group.fail()
+                self.group.fail()
                 self.peers_lost(self._tried)
                 continue
             self._is_joining = self._is_holding = False
@@ -265,7 +251,7 @@ class Membership:
         while True:
             if self._refusal is not None:
                 raise WorkerError(self._refusal)
-            if self._shutdown_request.is_made:
+            if self.shutdown_request.is_made:
                 self._save_before_leaving()
                 self.leave()
             newest = self._newest
@@ -279,8 +265,8 @@ class Membership:
             self._channel.wait(POLL)
 
     def _save_before_leaving(self) -> None:
-        self._group.own.share(["save"])
-        self._state.save_alone()
+        self.group.own.share(["save"])
+        self.state.save_alone()
 
     def _form(self) -> tuple[Assignment, Formation]:
         """Form the group of the generation that the agent assigns next."""
@@ -300,33 +286,33 @@ class Membership:
             self._next_links = None
         self.left.clear()
         self._links = links
-        if (following := self._state.following) is not None:
+        if (following := self.state.following) is not None:
             if links is not None and links is self._sends_to and not links.broken:
                 following.finish(lambda: self._require_undisturbed(links))
             following.stop()
-            if links is not None and assignment.rank > 0 and self._state.number is None:
+            if links is not None and assignment.rank > 0 and self.state.number is None:
                 self._receive_state(links, following)
         self._sends_to = self._pending_since = None
         self._instances = frozenset(member.instance for member in assignment.members)
-        store, formation = None, Formation(0, (self._state.number,))
+        store, formation = None, Formation(0, (self.state.number,))
         if links is not None:
             store, formation = self._gather_members(links)
         # All members have left the previous generation, so nobody needs its connections.
         self._close_earlier_links()
-        self._group.destroy()
-        self._group.form(assignment, store, formation, _secret_of(assignment))
+        self.group.destroy()
+        self.group.form(assignment, store, formation, _secret_of(assignment))
         is_broken = links is not None and links.broken
-        self._group.settle(failed=is_broken or self._void >= assignment.generation)
+        self.group.settle(failed=is_broken or self._void >= assignment.generation)
         return assignment, formation
 
     def _gather_members(self, links: MembershipLinks) -> tuple[TCPStore | None, Formation]:
         """Wait until all members have arrived, and return on rank 0 the store that it has opened."""
-        links.arrive(self._state.number)
+        links.arrive(self.state.number)
         store = None
         while links.formation is None:
             self._require_undisturbed(links)
             if store is None and links.all_arrived:
-                store, port = self._group.open_store(links.assignment.members[0].address)
+                store, port = self.group.open_store(links.assignment.members[0].address)
                 links.announce_store(port)
             else:
                 self._channel.wait(POLL)
@@ -352,18 +338,18 @@ class Membership:
     def _follow_leader(self) -> tuple[Assignment, Formation]:
         """Form the group that the leader of this replica forms, in another process of it."""
         while True:
-            match self._group.own.share(None):
+            match self.group.own.share(None):
                 case ["form", text, port, states, secret]:
                     break
                 case ["leave"]:
                     raise LeaveError
                 case _:
-                    self._state.save_alone()
+                    self.state.save_alone()
         assignment, formation = agent_message(text), Formation.of(port, states)
         assert isinstance(assignment, Assignment)
-        self._group.destroy()
-        self._group.form(assignment, None, formation, secret)
-        self._group.settle()
+        self.group.destroy()
+        self.group.form(assignment, None, formation, secret)
+        self.group.settle()
         return assignment, formation
 
     def _close_earlier_links(self, which: Callable[[MembershipLinks], bool] = lambda _: True) -> None:
@@ -373,7 +359,7 @@ class Membership:
 
     def _require_undisturbed(self, links: MembershipLinks) -> None:
         is_void = self._void >= links.assignment.generation
-        if links.broken or is_void or self._change_is_pending or self._shutdown_request.is_made:
+        if links.broken or is_void or self._change_is_pending or self.shutdown_request.is_made:
             raise PeersLostError
         self._require_agent()
 
@@ -391,9 +377,9 @@ class Membership:
 
     def close(self) -> None:
         """Send `leave` to the other members."""
-        self._group.observe(None, None)
-        if self._state.following is not None:
-            self._state.following.stop()
+        self.group.observe(None, None)
+        if self.state.following is not None:
+            self.state.following.stop()
         self._close_earlier_links()
         for links in (self._links, self._next_links):
             if links is not None:
@@ -402,7 +388,7 @@ class Membership:
     def leave(self) -> NoReturn:
         """Send `leave` to the other members, and raise `LeaveError`."""
         if self._is_joining:
-            self._group.own.share(["leave"])
+            self.group.own.share(["leave"])
         self.close()
         raise LeaveError
 

@@ -132,9 +132,9 @@ class Training(Context):
         self.membership = None
         if self.channel is not None:
             listener = listen(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
-            self.membership = Membership(self.channel, listener, group, self.shutdown_request, self.state)
+            self.membership = Membership(self, self.channel, listener)
         self.departures = LoopDepartures(group)
-        self.evaluations = EvaluationSequence(group, progress, self.telemetry.step_timer, self.loop)
+        self.evaluations = EvaluationSequence(self)
         kind = SeveralOptimizers if parts.are_several else Steps
         self.steps: Steps = kind(self, UnregisteredScaler(scaler))
         self.generations = Generations(self, self.steps)
@@ -185,7 +185,7 @@ class Training(Context):
         parts, group, planner = self.parts, self.group, self.planner
         buffers = None if parts.are_several else ModelBuffers(parts.model)
         self.undo = buffers or StepUndo(self.program, self.progress)
-        self.shortage = MemoryShortage(self, self.loop)
+        self.shortage = MemoryShortage(self)
         self.failure = StepFailure(group, self.shortage.handle, self.undo.revert_progress)
         self.division = StepDivision(
             lambda: planner.bounds,
@@ -244,7 +244,7 @@ class Training(Context):
         self._require_sound_devices()
         if os.environ.get(ENV_JOINS_OTHERS) == "1" and not self.group.has_mesh:
             self.generations.prepare_to_receive()
-        self.membership.start(self.accelerator)
+        self.membership.start()
         self.generations.enter()
 
     def _require_sound_devices(self) -> None:
