@@ -138,6 +138,8 @@ class Steps(Context):
     _steps_are_slow = True
     _has_changed = False  # whether the last call has changed the weights
     _skipped_steps = 0
+    _finished_in: int | None = None
+    """The number of the batch for which the program has called `finish`."""
     _stepped_at = float("-inf")
     _is_open = False
     """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
@@ -389,13 +391,14 @@ class Steps(Context):
         self.progress.in_step = 0
         self._is_open = False
 
-    # Where a failed step has changed nothing, and a step has no later part, these three do nothing.
-
     def leave(self) -> None:
-        """Complete or put back the last step of a loop. The program requests no other batch."""
+        """Put a failed step back: the loop, which would do so before its next batch, has ended."""
+        if self.failure.is_discarded:
+            self.discard()
 
     def mark_finish(self) -> None:
         """Record that the program has called `finish`, perhaps between the steps of two optimizers."""
+        self._finished_in = self.accumulation.batch if self._is_open else None
 
     def end_epoch(self) -> None:
         """Keep the last step of an epoch."""
@@ -509,8 +512,6 @@ class SeveralOptimizers(Steps):
     """Makes steps with several optimizers. A step is counted when the first of them makes its own."""
 
     undo: StepUndo
-    _finished_in: int | None = None
-    """The number of the batch for which the program has called `finish`."""
 
     @property
     def made_step(self) -> bool:
@@ -576,15 +577,6 @@ class SeveralOptimizers(Steps):
         """Put the state from before the step back."""
         super().discard()
         self._has_changed = False
-
-    def leave(self) -> None:
-        """Put a failed step back: the loop, which would do so before its next batch, has ended."""
-        if self.failure.is_discarded:
-            self.discard()
-
-    def mark_finish(self) -> None:
-        """Save the end of training again if the present batch has other steps."""
-        self._finished_in = self.accumulation.batch if self._is_open else None
 
     def end_epoch(self) -> None:
         """Keep the last step: one without its last micro-batch has changed no weights."""
