@@ -2,22 +2,21 @@
 
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.bodies import BODIES
 from adascale_api.data.database import Database
-from adascale_api.errors import ErrorBody, NotFoundError, UnavailableError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.request_body import REFERENCE
 from adascale_api.routes import gain, jobs, logs, page, probes, workers
-from adascale_api.routes.common import SERVICE, add_error_handlers, error_response, response_to
+from adascale_api.routes.common import add_error_handlers
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service, Settings
 
@@ -104,44 +103,16 @@ def create_app(
     return app
 
 
-def create_runs_app(services: RunServices) -> ASGIApp:
+def create_runs_app(services: RunServices) -> FastAPI:
     """Return the application that shows the runs of state folders, and changes nothing."""
     app = FastAPI(title="AdaScale runs", redirect_slashes=False, openapi_url=None, docs_url=None)
     app.state.service = services
     add_error_handlers(app)
+    reads = APIRouter()
     for routes in (page, gain, jobs, logs):
-        app.include_router(routes.router)
-    return RunPaths(app, services)
-
-
-class RunPaths:
-    """Sends a request for a run to the routes of a job, with the service that reads the run."""
-
-    def __init__(self, app: ASGIApp, runs: RunServices) -> None:
-        self._app = app
-        self._runs = runs
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        if scope["method"] not in ("GET", "HEAD"):
-            body = ErrorBody(error=f"method {scope['method']} is not allowed: runs are only shown here")
-            return await error_response(405, body, {"Allow": "GET"})(scope, receive, send)
-        path: str = scope["path"]
-        if path in ("/jobs", "/jobs/"):
-            hint = "`adascale list` lists those on this machine, and /jobs/<run> shows one of them"
-            body = ErrorBody(error=f"runs are not listed here: {hint}")
-            return await error_response(404, body)(scope, receive, send)
-        if path.startswith("/jobs/"):
-            run, slash, rest = path.removeprefix("/jobs/").partition("/")
-            async with AsyncExitStack() as opened:
-                try:
-                    job, service = await opened.enter_async_context(self._runs.open(run))
-                except (NotFoundError, UnavailableError) as error:
-                    return await response_to(error)(scope, receive, send)
-                path = f"/jobs/{job}{slash}{rest}"
-                state = {**scope.get("state", {}), SERVICE: service}
-                scope = {**scope, "path": path, "raw_path": path.encode(), "state": state}
-                return await self._app(scope, receive, send)
-        return await self._app(scope, receive, send)
+        for route in routes.router.routes:
+            # Runs have no pages: `/summaries` has all.
+            if isinstance(route, APIRoute) and route.methods == {"GET"} and route.path != "/jobs":
+                reads.routes.append(route)
+    app.include_router(reads)
+    return app

@@ -123,17 +123,23 @@ _TYPES = {
 """The types of the fields of all messages, by their names, but those of truth values and enumerations."""
 
 
-def message_body(
-    message: type[Message], types: Mapping[str, Any] = MappingProxyType({}), **example: Any
-) -> type[BaseModel]:
-    """Return the model of a message, whose docstring describes the fields; with `python -OO` there is none.
-
-    `types` has those of fields that differ from `_TYPES`; None for one that is not sent.
-    """
+def descriptions(message: type[Message]) -> dict[str, str]:
+    """Return what the docstring of a message says of its fields; with `python -OO` nothing."""
     texts: dict[str, str] = {}
     for names, text in _ARGUMENTS.findall(inspect.cleandoc(message.__doc__ or "")):
         sentence = re.sub(r"\s+", " ", text).replace("None", "null")
         texts |= dict.fromkeys(names.split(", "), sentence[0].upper() + sentence[1:])
+    return texts
+
+
+def message_body(
+    message: type[Message], types: Mapping[str, Any] = MappingProxyType({}), **example: Any
+) -> type[BaseModel]:
+    """Return the model of a message, whose docstring describes the fields.
+
+    `types` has those of fields that differ from `_TYPES`; None for one that is not sent.
+    """
+    texts = descriptions(message)
     fields: dict[str, Any] = {}
     hints = get_type_hints(message)
     found: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(message)  # type: ignore[arg-type]  # each is one

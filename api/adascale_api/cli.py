@@ -12,20 +12,20 @@ from typing import NoReturn
 from starlette.types import ASGIApp
 
 from adascale_api.app import create_app, create_runs_app
-from adascale_api.auth.authorization import Authorizer, ReadTokenAuthorizer, shared_token
+from adascale_api.auth.authorization import Authorizer, shared_token
 from adascale_api.auth.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
 from adascale_api.bodies import MAX_INTEGER
 from adascale_api.data.database import Database, without_password
 from adascale_api.data.store.reports import Retention
-from adascale_api.errors import TlsRequiredError
+from adascale_api.errors import TlsRequiredError, UsageError
 from adascale_api.http.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
 from adascale_api.http.tls import MAX_CONNECTIONS as MAX_TLS_CONNECTIONS
 from adascale_api.http.tls import RequireTls, server_certificate
 from adascale_api.routes.common import response_to
 from adascale_api.routes.workers import MetricsService
-from adascale_api.server import UsageError, is_loopback, open_limits, open_listener, remove_port_file, serve
+from adascale_api.server import is_loopback, open_limits, open_listener, remove_port_file, serve
 from adascale_api.service.run_services import RunServices
-from adascale_api.service.service import DAY, DEFAULT_JOBS, DEFAULT_REPORTS, JobRetention, Settings
+from adascale_api.service.service import Settings
 from adascale_core.errors import AdaScaleError, requires_extra
 from adascale_core.names import (
     DEFAULT_API_PORT,
@@ -61,24 +61,21 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run the metrics service until SIGTERM or SIGINT."""
     options = _parser().parse_args(arguments)
     authorizer = _authorizer(options, environment)
-    readers = shared_token(environment, ENV_READ_TOKEN, ENV_READ_TOKEN_FILE)
-    if authorizer is not None and readers is not None:
-        authorizer = ReadTokenAuthorizer(readers, authorizer)
+    if authorizer is not None:
+        authorizer = shared_token(environment, ENV_READ_TOKEN, ENV_READ_TOKEN_FILE, authorizer) or authorizer
     if options.require_tls and options.tls_cert is None:
         raise UsageError("--require-tls needs a certificate: add --tls-cert and --tls-key")
     if (options.tls_cert is None) != (options.tls_key is None):
         given, missing = ("--tls-cert", "--tls-key") if options.tls_cert else ("--tls-key", "--tls-cert")
         raise UsageError(f"{given} is given but {missing} is not: give both, or neither")
-    certificate = None
-    if options.tls_cert is not None:
-        certificate = server_certificate(options.tls_cert, options.tls_key)
+    certificate = server_certificate(options.tls_cert, options.tls_key) if options.tls_cert else None
     if options.port_file is not None:
         remove_port_file(options.port_file)
     most = options.max_connections or (MAX_TLS_CONNECTIONS if certificate else MAX_CONNECTIONS)
     limits = open_limits(most, options.request_timeout)
     # First, so that clients wait while the database is opened.
     with open_listener(options.host, options.port, options.fd) as listener:
-        stop: Callable[[], None] = _do_nothing
+        stop: Callable[[], None] = lambda: None  # noqa: E731
         app: ASGIApp
         if options.runs is not None:
             app = create_runs_app(RunServices(options.runs, authorizer, limits))
@@ -88,7 +85,8 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
             settings = Settings(
                 protect_reads=options.protect_reads,
                 reports=Retention(options.keep_newest_reports, options.keep_earlier_reports),
-                jobs=JobRetention(options.keep_finished_days * DAY, options.keep_unfinished_days * DAY),
+                finished_days=options.keep_finished_days,
+                unfinished_days=options.keep_unfinished_days,
                 logs=options.logs,
             )
             api = create_app(Database(url), authorizer, settings, connections=limits)
@@ -105,10 +103,6 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
             port_file=options.port_file,
             certificate=certificate,
         )
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -197,18 +191,18 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds for a request to arrive, until its connection is closed (default: %(default)g)",
     )
     for option, default, what in (
-        ("--keep-newest-reports", DEFAULT_REPORTS.newest, "newest reports of each job that are all kept"),
+        ("--keep-newest-reports", Retention.newest, "newest reports of each job that are all kept"),
         (
             "--keep-earlier-reports",
-            DEFAULT_REPORTS.earlier,
+            Retention.earlier,
             "earlier reports of each job that are kept at least, evenly spread; at most twice as many",
         ),
         (
             "--keep-finished-days",
-            int(DEFAULT_JOBS.finished / DAY),
+            Settings.finished_days,
             "days after which a finished job is deleted, from its last change and report",
         ),
-        ("--keep-unfinished-days", int(DEFAULT_JOBS.unfinished / DAY), "as above, for any other job"),
+        ("--keep-unfinished-days", Settings.unfinished_days, "as above, for any other job"),
     ):
         parser.add_argument(
             option,
@@ -241,7 +235,16 @@ def _positive(text: str) -> int:
 
 def _authorizer(options: argparse.Namespace, environment: Mapping[str, str]) -> Authorizer | None:
     if options.token_review:
-        return _service_account_authorizer(options, environment)
+        for name in (ENV_TOKEN_FILE, ENV_TOKEN):
+            if environment.get(name):
+                raise UsageError(
+                    f"--token-review and {name} contradict each other: unset {name}, or remove --token-review"
+                )
+        # Imported here because importing the Kubernetes client takes as long as all other imports together.
+        with requires_extra("--token-review", "kubernetes"):
+            from adascale_api.auth.kubernetes_token_review import KubernetesTokenReviewer
+
+        return ServiceAccountAuthorizer(KubernetesTokenReviewer(environment), options.controller_account)
     if options.no_auth:
         if not is_loopback(options.host):
             raise UsageError(
@@ -261,21 +264,6 @@ def _authorizer(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         f"    export {ENV_TOKEN}=$(openssl rand -hex 32)\n"
         "or use --no-auth to allow every program on this machine to write"
     )
-
-
-def _service_account_authorizer(
-    options: argparse.Namespace, environment: Mapping[str, str]
-) -> ServiceAccountAuthorizer:
-    for name in (ENV_TOKEN_FILE, ENV_TOKEN):
-        if environment.get(name):
-            raise UsageError(
-                f"--token-review and {name} contradict each other: unset {name}, or remove --token-review"
-            )
-    # Imported here because importing the Kubernetes client takes as long as all other imports together.
-    with requires_extra("--token-review", "kubernetes"):
-        from adascale_api.auth.kubernetes_token_review import KubernetesTokenReviewer
-
-    return ServiceAccountAuthorizer(KubernetesTokenReviewer(environment), options.controller_account)
 
 
 class LogLimit(logging.Filter):

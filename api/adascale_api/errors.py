@@ -1,4 +1,4 @@
-"""The errors of requests.
+"""The errors of requests, and of options.
 
 RequestError
 ├── InvalidInputError     422, with the fields that are invalid
@@ -25,6 +25,12 @@ from adascale_core.messages.allocation import AllocationView
 
 MAX_FIELD_ERRORS = 20
 """Invalid fields in one answer."""
+
+
+class UsageError(AdaScaleError):
+    """The service can't start with the options, variables or files that it was given."""
+
+    exit_code = 2
 
 
 class FieldError(BaseModel):
@@ -71,6 +77,7 @@ class RequestError(AdaScaleError):
 
     status: ClassVar[int] = 400
     headers: Mapping[str, str] = {}
+    field_errors: Sequence[FieldError] = ()
 
 
 class InvalidInputError(RequestError):

@@ -12,10 +12,10 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from adascale_api.errors import UsageError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.connections import Server, limited_protocol
 from adascale_api.renewed import Renewed
-from adascale_core.errors import AdaScaleError
 
 BACKLOG = 16384
 """Connections that may wait to be accepted, if `net.core.somaxconn` allows as many: after a restart, all
@@ -31,12 +31,6 @@ SEND_BUFFER = 64 * 1024
 which count as memory of the service in a container."""
 OTHER_FILES = 128
 """Files that the process may open besides its connections."""
-
-
-class UsageError(AdaScaleError):
-    """The options can't be used."""
-
-    exit_code = 2
 
 
 def open_listener(host: str, port: int, descriptor: int | None) -> socket.socket:

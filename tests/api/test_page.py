@@ -121,13 +121,13 @@ def test_summaries_that_a_client_has_are_not_sent_again(tmp_path: Path) -> None:
 def test_clients_that_ask_together_share_a_read() -> None:
     reads = 0
 
-    async def read() -> dict[str, JobSummary]:
+    async def read() -> list[JobSummary]:
         nonlocal reads
         reads += 1
         await asyncio.sleep(0)
         if reads == 1:
             raise ZeroDivisionError
-        return {}
+        return []
 
     async def ask() -> None:
         summaries = Summaries(read)

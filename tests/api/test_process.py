@@ -17,8 +17,8 @@ import urllib3
 
 from adascale_api import cli, server
 from adascale_api.cli import main
-from adascale_api.server import UsageError
-from adascale_api.service.service import DAY, JobRetention, Settings
+from adascale_api.errors import UsageError
+from adascale_api.service.service import Settings
 from api.client import TOKEN, Client, ServiceProcess, a_report, environment, run_service, wait_until
 from support.examples import examples
 from support.file_systems import fill, small_disk
@@ -328,7 +328,7 @@ def test_options_set_how_many_days_jobs_are_kept(monkeypatch: pytest.MonkeyPatch
     options = ["--port", "0", "--keep-finished-days", "2", "--keep-unfinished-days", "30"]
     with pytest.raises(UsageError, match="all options"):
         cli.run(options, {"ADASCALE_TOKEN": "t"})
-    assert given[0].jobs == JobRetention(finished=2 * DAY, unfinished=30 * DAY)
+    assert (given[0].finished_days, given[0].unfinished_days) == (2, 30)
 
 
 def test_without_authentication_every_client_may_write_and_a_warning_is_logged(tmp_path: Path) -> None:
@@ -418,5 +418,5 @@ def test_without_ipv6_in_the_kernel_all_addresses_are_those_of_ipv4(monkeypatch:
     monkeypatch.setattr(socket, "create_server", without_ipv6)
     with server._listen("::", 0) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
-    with pytest.raises(server.UsageError, match="can't listen on ::1 port 0"):
+    with pytest.raises(UsageError, match="can't listen on ::1 port 0"):
         server._listen("::1", 0)

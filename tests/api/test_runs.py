@@ -235,7 +235,7 @@ def test_a_list_that_is_damaged_for_a_moment_is_a_problem_for_that_moment(
 @pytest.mark.usefixtures("listed")
 def test_nothing_can_be_changed(shown: ServiceProcess, ended: RunEntry) -> None:
     with Client(shown.port, TOKEN) as client:
-        for method, path in (("DELETE", ""), ("POST", "/gain"), ("PUT", "/allocation")):
+        for method, path in (("DELETE", ""), ("POST", "/gain"), ("PUT", "/decision")):
             answer = client.call(method, f"/jobs/{ended.id}{path}", {})
             assert (answer.status, answer.headers["allow"]) == (405, "GET")
         assert client.get(f"/jobs/{ended.id}")["latest"]["step"] == 19
@@ -251,9 +251,9 @@ def test_an_unknown_run_is_not_found(client: Client, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "error"),
     [
-        ("/jobs", "runs are not listed here: `adascale list` lists those on this machine"),
-        ("/jobs/", "runs are not listed here: `adascale list` lists those on this machine"),
-        ("/jobs?limit=5", "runs are not listed here: `adascale list` lists those on this machine"),
+        ("/jobs", "no resource at /jobs: `adascale list` lists the runs"),
+        ("/jobs/", "no resource at /jobs"),
+        ("/jobs?limit=5", "no resource at /jobs"),
         ("/nothing", "no resource at /nothing"),
     ],
 )

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 from adascale_api.data.database import Database, open_database
 from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
-from adascale_api.data.sql import Row, Session, Sql, Transaction
+from adascale_api.data.sql import Connections, Row, Sql, Transaction
 from adascale_api.data.store import heartbeats, jobs
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.tables import OF_A_JOB
-from adascale_api.routes.jobs import JOBS_TOGETHER, read_views
-from adascale_api.service.service import JobRetention, Service, Settings, delete_in_pieces, remove_old_jobs
+from adascale_api.routes.jobs import view_reader
+from adascale_api.service.service import Service, Settings, delete_in_pieces, remove_old_jobs
+from adascale_api.service.summaries import summary_reader
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
@@ -56,8 +57,7 @@ class Store:
 
     def post(self, job_id: str, new: list[GainReport]) -> tuple[int, int]:
         """Store reports, and return how many were stored and repeated."""
-        result = self.write(report_store.post, job_id=job_id, new=new, now=NOW)
-        return result.stored, result.repeated
+        return self.write(report_store.post, job_id=job_id, new=new, now=NOW)[:2]
 
     def job(self, job_id: str) -> StoredJob:
         return self.read(jobs.find_job, job_id=job_id)
@@ -136,6 +136,20 @@ gain_reports = st.builds(
 requests = st.lists(st.lists(gain_reports, min_size=1, max_size=8), min_size=1, max_size=10)
 
 
+def latest_report(transaction: Transaction, job: StoredJob) -> GainReport | None:
+    return report_store.latest_reports(transaction, [job.id])(job.id)
+
+
+def step_times(transaction: Transaction, job: StoredJob) -> list[StepTime]:
+    return report_store.step_times(transaction, [job.id])(job.id)
+
+
+def listed(store: Store) -> list[str]:
+    """Return the ids of all jobs that can be read."""
+    found, _ = store.read(jobs.list_jobs, after="", limit=10_000, reader=summary_reader)
+    return [summary.id for summary in found]
+
+
 def without_repetitions(posted: list[list[GainReport]]) -> list[GainReport]:
     """The first report of each generation and step, in order of arrival."""
     first: dict[tuple[int, int], GainReport] = {}
@@ -159,9 +173,7 @@ def test_reports_count_once_and_are_ordered_by_generation_and_step(
     unique = without_repetitions(posted)
     expected = sorted(unique, key=lambda report: (report.generation, report.step))
     job = store.job(job_id)
-    assert store.read(report_store.latest_report, job=job) == expected[-1]
-    latest = store.read(report_store.latest_rows, ids=[job_id])[job_id]
-    assert report_store.parse_report(job_id, latest) == expected[-1]
+    assert store.read(latest_report, job=job) == expected[-1]
     history = store.read(report_store.history, job=job, points=points)
     assert total == history.total == len(expected)
     assert len(history.points) <= min(points, len(expected))
@@ -204,7 +216,7 @@ def test_a_step_time_is_the_median_over_the_latest_reports_of_its_plan(
         seconds = median(report.step_time for report in reports)
         sync_time = median(sync) if sync else None
         expected.append(StepTime(*plan[:3], seconds, len(reports), plan[3], sync_time, plan[4]))
-    found = store.read(report_store.step_times, job=store.job(job_id))
+    found = store.read(step_times, job=store.job(job_id))
     assert [replace(each, stale=False) for each in found] == expected
 
 
@@ -213,7 +225,7 @@ def test_a_step_time_covers_the_latest_fifty_reports(sqlite_store: Store) -> Non
     small = [a_report(step, step_time=float(step)) for step in range(1, 201)]
     large = [a_report(step, step_time=1.0, local_bsz=16) for step in range(201, 281)]
     sqlite_store.post(job_id, [*small, *large])
-    assert sqlite_store.read(report_store.step_times, job=sqlite_store.job(job_id)) == [
+    assert sqlite_store.read(step_times, job=sqlite_store.job(job_id)) == [
         StepTime(2, 8, 1, median(range(151, 201)), 50),
         StepTime(2, 16, 1, 1.0, 50),
     ]
@@ -237,7 +249,7 @@ def test_a_step_time_of_few_reports_at_more_replicas_becomes_stale(
     sqlite_store.post(job_id, [a_report(step, replicas=replicas) for step in range(reports)])
     sqlite_store.post(job_id, [a_report(reports + step, replicas=2) for step in range(later)])
     job = sqlite_store.job(job_id)
-    found = {each.replicas: each.stale for each in sqlite_store.read(report_store.step_times, job=job)}
+    found = {each.replicas: each.stale for each in sqlite_store.read(step_times, job=job)}
     assert found == {replicas: stale, 2: False}
 
 
@@ -257,8 +269,8 @@ def test_a_job_keeps_its_newest_reports_and_an_even_part_of_the_earlier_ones(sto
     assert len(earlier) >= 50
     # The parts grow with the job, so a gap may span several.
     assert max(earlier) <= 4 * 4000 / 50
-    assert store.read(report_store.latest_report, job=store.job(job_id)) == a_report(3999, generation=3)
-    assert store.read(report_store.step_times, job=store.job(job_id))[0].reports == 50
+    assert store.read(latest_report, job=store.job(job_id)) == a_report(3999, generation=3)
+    assert store.read(step_times, job=store.job(job_id))[0].reports == 50
 
 
 def test_a_generation_without_reports_for_long_has_used_replicas_until_its_last_report(store: Store) -> None:
@@ -283,15 +295,15 @@ def test_the_size_of_a_job_does_not_grow_with_its_reports_nor_with_its_batch_pla
     for start in range(0, 600, 100):
         new = [a_report(step, local_bsz=1 + step) for step in range(start, start + 100)]
         store.write(report_store.post, job_id=job_id, new=new, now=NOW, retention=retention)
-    plans = store.read(report_store.step_times, job=store.job(job_id))
+    plans = store.read(step_times, job=store.job(job_id))
     assert len(plans) == report_store.MAX_PLANS
     assert max(plan.local_bsz for plan in plans) == 600
 
 
 def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(sqlite_store: Store) -> None:
     queries: dict[str, Callable[[Transaction, StoredJob], object]] = {
-        "step_times": report_store.step_times,
-        "latest_report": report_store.latest_report,
+        "step_times": step_times,
+        "latest_report": latest_report,
         "history": partial(report_store.history, points=10),
     }
 
@@ -318,9 +330,8 @@ def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(sqlite_sto
 
 def test_the_cost_of_a_page_does_not_grow_with_the_number_of_jobs(sqlite_store: Store) -> None:
     queries: dict[str, Callable[[Transaction], object]] = {
-        "list_jobs": partial(jobs.list_jobs, after="", limit=20),
-        "list_ids": partial(jobs.list_ids, after="", limit=20),
-        "views": lambda transaction: read_views(transaction, page, "", service),
+        "list_jobs": partial(jobs.list_jobs, after="", limit=20, reader=summary_reader),
+        "views": lambda transaction: jobs.read_jobs(transaction, page, "", view_reader(service)),
     }
     page = [(f"a.{number:04}", "") for number in range(20)]
     service = Service(sqlite_store.database, None, Settings())
@@ -348,7 +359,7 @@ def test_the_cost_of_a_page_does_not_grow_with_the_number_of_jobs(sqlite_store: 
 def test_step_times_and_reports_of_many_jobs_are_read_together(
     sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = [f"a.{number}" for number in range(2 * JOBS_TOGETHER)]
+    ids = [f"a.{number}" for number in range(2 * jobs.JOBS_TOGETHER)]
     for job_id in ids:
         sqlite_store.post(job_id, [a_report()])
     service = Service(sqlite_store.database, None, Settings())
@@ -362,7 +373,9 @@ def test_step_times_and_reports_of_many_jobs_are_read_together(
     read_all = Transaction.all
     monkeypatch.setattr(Transaction, "all", count_query)
     found = [(job_id, job_id) for job_id in [*ids, "a.missing"]]
-    views, missing, last = sqlite_store.read(read_views, found=found, position="", service=service)
+    views, missing, last = sqlite_store.read(
+        jobs.read_jobs, ids=found, position="", reader=view_reader(service)
+    )
     assert [view.id for view in views] == ids
     assert all(view.latest and view.step_times for view in views)
     assert (missing, last) == (["a.missing"], "a.missing")
@@ -389,9 +402,8 @@ def test_the_rows_of_a_job_are_deleted_with_it(store: Store) -> None:
     store.post(job_id, [a_report(step, local_bsz=1 + step % 7) for step in range(95)])
     key = store.job(job_id).key
     store.write(jobs.delete_job, job_id=job_id, now=1.0)
-    assert job_id not in [job.id for job in store.read(jobs.list_jobs, after="", limit=1000).jobs]
-    assert store.read(report_store.latest_rows, ids=[job_id]) == {}
-    assert job_id not in [row[0] for row in store.read(report_store.latest_gauges)]
+    assert job_id not in listed(store)
+    assert store.read(report_store.latest_reports, ids=[job_id])(job_id) is None
     again = store.post(job_id, [a_report(1)])
     assert again == (1, 0)
     for table in OF_A_JOB:
@@ -445,15 +457,15 @@ def test_jobs_are_removed_some_time_after_their_last_change_and_report(store: St
 
 def test_a_transaction_within_the_handling_of_an_error_is_undone_at_its_end(tmp_path: Path) -> None:
     connector = open_database(f"sqlite:///{tmp_path / 'service.db'}")
-    session = Session(connector, JobCache(), writes=True)
+    connections = Connections(connector, JobCache(), writes=True)
     try:
         raise connector.error
     except connector.error:
-        with session.transaction() as transaction:
+        with connections.transaction() as transaction:
             jobs.declare(transaction, "a.b", JobSpec(8), 0.0)
-    with session.transaction() as transaction, pytest.raises(JobNotFoundError):
+    with connections.transaction() as transaction, pytest.raises(JobNotFoundError):
         jobs.find_job(transaction, "a.b")
-    session.close()
+    connections.close()
     connector.close()
 
 
@@ -510,7 +522,7 @@ def test_the_heartbeats_of_jobs_that_have_ended_are_removed(store: Store) -> Non
     assert store.read(heartbeats.count).keys() == {(key, 0) for key in keys.values()}
 
     async def remove(database: Database) -> None:
-        await remove_old_jobs(database, JobRetention(), 0.0)
+        await remove_old_jobs(database, Settings(), 0.0)
 
     store.run(remove)
     assert store.read(heartbeats.count).keys() == {(keys[training], 0)}
@@ -538,8 +550,7 @@ def test_an_unreadable_job_harms_itself_only(store: Store) -> None:
         store.job(broken)
     with pytest.raises(UnreadableJobError):
         store.write(jobs.allocate, job_id=broken, allocation=Allocation(2, 1), now=0.0)
-    listed = [job.id for job in store.read(jobs.list_jobs, after="", limit=1000).jobs]
-    assert sound in listed
-    assert broken not in listed
+    assert sound in listed(store)
+    assert broken not in listed(store)
     store.write(jobs.delete_job, job_id=broken, now=0.0)
     assert store.write(jobs.allocate, job_id=broken, allocation=Allocation(1, 1), now=0.0).spec is None

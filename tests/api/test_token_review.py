@@ -24,12 +24,11 @@ from adascale_api.auth.service_accounts import (
     OUTAGE_TTL,
     REJECTED_TTL,
     RETRY_INTERVAL,
-    InvalidAccountError,
     ServiceAccountAuthorizer,
     TokenReviewResult,
     read_claims,
 )
-from adascale_api.errors import ForbiddenError, RequestError, UnauthorizedError, UnavailableError
+from adascale_api.errors import ForbiddenError, RequestError, UnauthorizedError, UnavailableError, UsageError
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Client, ServiceProcess, a_report
@@ -206,7 +205,7 @@ async def test_an_error_names_the_token_and_what_is_required() -> None:
 
 @pytest.mark.parametrize("name", ["", "a", "a:", ":b", "a:b:c"])
 def test_an_invalid_account_name_is_refused(name: str) -> None:
-    with pytest.raises(InvalidAccountError, match="must be NAMESPACE:NAME"):
+    with pytest.raises(UsageError, match="must be NAMESPACE:NAME"):
         ServiceAccountAuthorizer(Cluster(), name)
 
 

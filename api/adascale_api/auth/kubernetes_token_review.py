@@ -14,19 +14,12 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException
 
 from adascale_api.auth.service_accounts import MAX_REVIEWS, TokenReviewResult
-from adascale_api.errors import UnavailableError
-from adascale_core.errors import AdaScaleError
+from adascale_api.errors import UnavailableError, UsageError
 
 TIMEOUT = 4.0
 """Seconds to wait for a review; clients of the service wait 5 for its answer."""
 _REJECTED_TOKEN = frozenset({400, 413, 422})
 """Statuses that depend on the token."""
-
-
-class NoReviewClusterError(AdaScaleError):
-    """No cluster is configured."""
-
-    exit_code = 2
 
 
 class KubernetesTokenReviewer:
@@ -41,7 +34,7 @@ class KubernetesTokenReviewer:
             else:
                 config.load_incluster_config(client_configuration=self._configuration)
         except (ConfigException, OSError, ValueError, KeyError, TypeError) as error:
-            raise NoReviewClusterError(
+            raise UsageError(
                 f"no cluster is configured to review tokens: {error}; run this in a pod, or set KUBECONFIG"
             ) from error
         self._configuration.connection_pool_maxsize = MAX_REVIEWS

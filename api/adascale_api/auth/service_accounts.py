@@ -18,8 +18,7 @@ from typing import Annotated, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from adascale_api.auth.authorization import Role
-from adascale_api.errors import ForbiddenError, UnauthorizedError, UnavailableError
-from adascale_core.errors import AdaScaleError
+from adascale_api.errors import ForbiddenError, UnauthorizedError, UnavailableError, UsageError
 from adascale_core.job_id import namespace_of
 from adascale_core.names import API_AUDIENCE, CONTROLLER, SYSTEM_NAMESPACE, job_audience
 
@@ -72,10 +71,8 @@ class TokenReviewer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Entry:
-    result: TokenReviewResult
-    reviewed_at: float
+_Reviews = OrderedDict[bytes, tuple[TokenReviewResult, float]]
+"""By the digest of a token, its review and the time of that. The one that was used last is the last."""
 
 
 class TokenReviewCache:
@@ -91,8 +88,8 @@ class TokenReviewCache:
         self._open: Counter[str] = Counter()
         """The reviews of each address that run or wait."""
         self._clock = clock
-        self._accepted: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._rejected: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._accepted: _Reviews = OrderedDict()
+        self._rejected: _Reviews = OrderedDict()
         self._pending: dict[bytes, asyncio.Task[TokenReviewResult]] = {}
         self._retry_at = float("-inf")
         self._logged_error = ""
@@ -100,7 +97,7 @@ class TokenReviewCache:
     async def review(self, token: str, audiences: Sequence[str], client: str = "") -> TokenReviewResult:
         """Return the cached or a new review of a token, whose audiences must be the same each time."""
         key = hashlib.sha256(token.encode()).digest()
-        cached = self._find_fresh(key)
+        cached = self._find(key, ACCEPTED_TTL)
         if cached is not None:
             return cached
         if self._clock() < self._retry_at:
@@ -108,7 +105,9 @@ class TokenReviewCache:
         pending = self._pending.get(key)
         if pending is None:
             pending = self._pending[key] = asyncio.create_task(self._review(key, token, audiences, client))
-            pending.add_done_callback(lambda done: self._remove_pending(key, done))
+            pending.add_done_callback(lambda _done: self._pending.pop(key))
+            # Retrieved, so that asyncio logs no error where every waiting request was cancelled.
+            pending.add_done_callback(lambda done: done.cancelled() or done.exception())
         # Other requests wait for the same review, so a request that is cancelled must not cancel it.
         return await asyncio.shield(pending)
 
@@ -138,35 +137,28 @@ class TokenReviewCache:
         self._add(key, result)
         return result
 
-    def _remove_pending(self, key: bytes, done: asyncio.Task[TokenReviewResult]) -> None:
-        del self._pending[key]
-        if not done.cancelled():
-            # Retrieved, so that asyncio logs no error where every waiting request was cancelled.
-            done.exception()
-
-    def _find_fresh(self, key: bytes) -> TokenReviewResult | None:
-        for entries, ttl in ((self._accepted, ACCEPTED_TTL), (self._rejected, REJECTED_TTL)):
-            entry = entries.get(key)
-            if entry is not None and self._clock() - entry.reviewed_at < ttl:
-                entries.move_to_end(key)
-                return entry.result
+    def _find(self, key: bytes, accepted_ttl: float) -> TokenReviewResult | None:
+        for reviews, ttl in ((self._accepted, accepted_ttl), (self._rejected, REJECTED_TTL)):
+            result, reviewed_at = reviews.get(key, (None, 0.0))
+            if result is not None and self._clock() - reviewed_at < ttl:
+                reviews.move_to_end(key)
+                return result
         return None
 
     def _find_accepted(self, key: bytes) -> TokenReviewResult:
-        entry = self._accepted.get(key)
-        if entry is None or self._clock() - entry.reviewed_at >= ACCEPTED_TTL + OUTAGE_TTL:
+        found = self._find(key, ACCEPTED_TTL + OUTAGE_TTL)
+        if found is None:
             reason = self._logged_error or "too many tokens are being reviewed"
             raise UnavailableError(f"{reason}; nothing was stored, try again")
-        self._accepted.move_to_end(key)
-        return entry.result
+        return found
 
     def _add(self, key: bytes, result: TokenReviewResult) -> None:
         self._accepted.pop(key, None)
         self._rejected.pop(key, None)
-        entries = self._rejected if result.user is None else self._accepted
-        entries[key] = _Entry(result, self._clock())
-        if len(entries) > MAX_ENTRIES:
-            entries.popitem(last=False)
+        reviews = self._rejected if result.user is None else self._accepted
+        reviews[key] = result, self._clock()
+        if len(reviews) > MAX_ENTRIES:
+            reviews.popitem(last=False)
 
 
 class TokenClaims(BaseModel):
@@ -196,12 +188,6 @@ def read_claims(token: str) -> TokenClaims | None:
         return None
 
 
-class InvalidAccountError(AdaScaleError):
-    """The name of a service account is not `NAMESPACE:NAME`."""
-
-    exit_code = 2
-
-
 class ServiceAccountAuthorizer:
     """Authorizes workers for their own job, and the operator for all jobs."""
 
@@ -215,7 +201,7 @@ class ServiceAccountAuthorizer:
     ) -> None:
         namespace, colon, name = controller.partition(":")
         if not (namespace and colon and name) or ":" in name:
-            raise InvalidAccountError(
+            raise UsageError(
                 f"the service account {controller!r} is not valid: it must be NAMESPACE:NAME, "
                 f"such as {DEFAULT_CONTROLLER}"
             )

@@ -7,23 +7,20 @@ from typing import Any
 
 from adascale_api.data.sql import Sql
 from adascale_api.data.tables import (
-    MIGRATIONS,
+    MIGRATION,
     READABLE_FROM,
+    RELEASED_VERSION,
     SCHEMA,
     SCHEMA_VERSION,
     TABLES,
-    create_statements,
-    migration_statements,
 )
-from adascale_core.errors import AdaScaleError
+from adascale_api.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
 
-class UnusableDatabaseError(AdaScaleError):
+class UnusableDatabaseError(UsageError):
     """The database can't be used."""
-
-    exit_code = 2
 
 
 class Failure(Enum):
@@ -52,8 +49,8 @@ class Connector:
     """Without a password."""
     is_shared: bool
     """Whether several processes may use it."""
-    types: Mapping[str, str]
-    """The types of columns, by the names that `TABLES` has for them."""
+    key: str
+    """The column with the key of a job."""
     suffixes: Mapping[str, str] = {}
     """What follows the columns of a table."""
     text: Callable[[Sql], str]
@@ -66,8 +63,7 @@ class Connector:
         raise NotImplementedError
 
     def begin(self, connection: Any, *, writes: bool) -> None:
-        """Begin a transaction."""
-        raise NotImplementedError
+        """Begin a transaction, unless the first statement does."""
 
     def commit(self, connection: Any, changed: Mapping[str, int]) -> None:
         """Commit a transaction, which has changed jobs to these versions; a deleted one to -1."""
@@ -99,25 +95,23 @@ class Connector:
         """Return the names of the tables that the database has."""
         raise NotImplementedError
 
-    def earlier_version(self, connection: Any) -> int | None:
-        """Return the version of tables that can be changed to those of this release; None without such."""
+    def is_released(self, connection: Any) -> bool:
+        """Whether the tables are those of `RELEASED_VERSION`."""
         if SCHEMA not in self.find_tables(connection):
-            return None
+            return False
         versions = [row[0] for row in connection.execute(f"SELECT version FROM {SCHEMA}")]
-        return versions[0] if len(versions) == 1 and versions[0] in MIGRATIONS else None
+        return versions == [RELEASED_VERSION]
 
     def prepare_tables(self, connection: Any) -> None:
         """Create the tables, or change those of an earlier version, in a transaction."""
-        version = self.earlier_version(connection)
-        if version is not None:
-            for statement in migration_statements(version, self.types):
+        if self.is_released(connection):
+            for statement in MIGRATION:
                 connection.execute(statement)
-            logger.warning(
-                "changed the tables of %s from version %d to %d", self.url, version, SCHEMA_VERSION
-            )
+            logger.warning("changed the tables of %s to version %d", self.url, SCHEMA_VERSION)
         self.require_own_tables(connection)
-        for statement in create_statements(self.types, self.suffixes):
-            connection.execute(statement)
+        for name, columns in TABLES.items():
+            suffix = self.suffixes.get(name, "")
+            connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns.format(key=self.key)}) {suffix}")
         connection.execute(
             f"INSERT INTO {SCHEMA} SELECT {SCHEMA_VERSION}, {READABLE_FROM} "
             f"WHERE NOT EXISTS (SELECT * FROM {SCHEMA})"

@@ -11,9 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -21,7 +20,7 @@ from prometheus_client import Counter
 
 from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
 from adascale_api.data.job import JobCache, StoredJob
-from adascale_api.data.sql import Session, Sql, Transaction
+from adascale_api.data.sql import Connections, Sql, Transaction
 from adascale_api.data.store.jobs import write_changes
 from adascale_api.data.tables import SCHEMA
 from adascale_api.errors import UnavailableError
@@ -67,42 +66,28 @@ class _Write:
     error: Exception | None = None
 
 
-def _count_failures() -> Counter:
-    failures = Counter(
-        "adascale_database_failures", "Failed transactions, by reason.", ["reason"], registry=None
-    )
-    for failure in Failure:
-        failures.labels(failure.name.lower())
-    return failures
-
-
-@dataclass
-class DatabaseCondition:
-    """What is wrong with the database. Probes and metrics show it, except for `error`."""
-
-    damage: str = ""  # why its data can't be trusted until a restart; empty if it can
-    is_full: bool = False  # whether there was no room for the last write
-    error: str = ""  # why the last write failed, logged once; empty if it succeeded
-    failures: Counter = field(default_factory=_count_failures)
-
-
-def _ignore(*_of: object) -> None:
-    pass
-
-
 class Database:
     """Reads and writes the tables, from an event loop."""
 
     def __init__(self, url: str | Connector, clock: Callable[[], float] = time.time) -> None:
         self.connector = open_database(url) if isinstance(url, str) else url
         self.cache = JobCache()
-        self.condition = DatabaseCondition()
-        self._on_change: Callable[[str, StoredJob | None], None] = _ignore
+        self.damage = ""
+        """Why its data can't be trusted until a restart; empty if it can."""
+        self.is_full = False
+        """Whether there was no room for the last write."""
+        self._error = ""
+        """Why the last write failed, logged once; empty if it succeeded."""
+        self.failures = Counter(
+            "adascale_database_failures", "Failed transactions, by reason.", ["reason"], registry=None
+        )
+        for failure in Failure:
+            self.failures.labels(failure.name.lower())
+        self._on_change: Callable[[str, StoredJob | None], None] = lambda *_of: None
         self._clock = clock
-        self._short = _Readers(self, "reader")
-        self._long = _Readers(self, "long-reader")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self._write_session = Session(self.connector, self.cache, writes=True)
+        self._short = Connections(self.connector, self.cache, READERS, "reader")
+        self._long = Connections(self.connector, self.cache, READERS, "long-reader")
+        self._writer = Connections(self.connector, self.cache, 1, "writer", writes=True)
         self._queue: list[_Write] = []
         self._committing: asyncio.Task[None] | None = None
         self._stopping = False
@@ -123,16 +108,32 @@ class Database:
             raise UnavailableError("too many costly reads at the same time; try again")
         return await self._read(self._long, lambda transaction: query(transaction, *args, **kwargs))
 
-    async def _read(self, readers: "_Readers", query: Callable[[Transaction], T]) -> T:
+    async def _read(self, readers: Connections, query: Callable[[Transaction], T]) -> T:
         self._require_sound()
         changes = self.cache.changes
-        result, loaded = await self._within_deadline(readers.run(query), "try again")
+        work = partial(self._query, readers, query)
+        result, loaded = await self._within_deadline(readers.run(work), "try again")
         self.cache.add(loaded, changes)
         return result
 
+    def _query(
+        self, readers: Connections, query: Callable[[Transaction], T], *, again: bool = True
+    ) -> tuple[T, list[StoredJob]]:
+        """Return the result of a query, and the jobs that it has loaded."""
+        try:
+            with readers.transaction() as transaction:
+                return query(transaction), transaction.loaded
+        except self.connector.error as error:
+            failure = self.connector.failure(error)
+            if failure is Failure.LOST and again:
+                return self._query(readers, query, again=False)
+            if failure is Failure.DAMAGED:
+                self.note_damage(str(error))
+            raise DatabaseError(error, "try again") from error
+
     def cached(self, job_id: str) -> StoredJob | None:
         """Return the committed state of a job if it is known without a read."""
-        if self.condition.damage or not self._is_current:
+        if self.damage or not self._is_current:
             return None
         return self.cache.get(job_id)
 
@@ -188,17 +189,13 @@ class Database:
         return await self._within_deadline(done, "whether it was stored is unknown, try again")
 
     async def _commit_all(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while self._queue:
-                batch, self._queue = (
-                    self._queue[:MAX_WRITES_PER_COMMIT],
-                    self._queue[MAX_WRITES_PER_COMMIT:],
-                )
-                batch = [write for write in batch if not write.done.done()]
+                batch = [write for write in self._queue[:MAX_WRITES_PER_COMMIT] if not write.done.done()]
+                del self._queue[:MAX_WRITES_PER_COMMIT]
                 self._notified.clear()
                 try:
-                    found = await loop.run_in_executor(self._writer, self._commit, batch)
+                    found = await self._writer.run(partial(self._commit, batch))
                 except Exception as error:
                     logger.exception("a commit failed")
                     hint = "whether it was stored is unknown, try again"
@@ -254,7 +251,7 @@ class Database:
                 return self._fail(batch, DatabaseError(error) if is_known else error)
 
     def _commit_together(self, batch: list[_Write]) -> Transaction:
-        with self._write_session.transaction() as transaction:
+        with self._writer.transaction() as transaction:
             for write in batch:
                 try:
                     write.result, write.error = write.operation(transaction), None
@@ -262,7 +259,7 @@ class Database:
                     write.result, write.error = None, error
             write_changes(transaction, self._clock())
             transaction.commit()
-        self.condition.error, self.condition.is_full = "", False
+        self._error, self.is_full = "", False
         return transaction
 
     def _fail(self, batch: list[_Write], error: Exception) -> list[Transaction]:
@@ -272,11 +269,10 @@ class Database:
 
     def _note_failure(self, error: Exception) -> Failure:
         failure = self.connector.failure(error)
-        condition = self.condition
-        condition.failures.labels(failure.name.lower()).inc()
-        condition.is_full = failure is Failure.FULL
-        if condition.error != str(error):
-            condition.error = str(error)
+        self.failures.labels(failure.name.lower()).inc()
+        self.is_full = failure is Failure.FULL
+        if self._error != str(error):
+            self._error = str(error)
             logger.warning("the database is unavailable: %s", error)
         if failure is Failure.DAMAGED:
             self.note_damage(str(error))
@@ -284,23 +280,23 @@ class Database:
 
     def note_damage(self, reason: str) -> None:
         """Refuse all further requests, because the data can't be trusted any more."""
-        if not self.condition.damage:
-            self.condition.damage = reason
+        if not self.damage:
+            self.damage = reason
             logger.error("the database is damaged, all requests are refused: %s", reason)
 
     def _require_sound(self) -> None:
-        if self.condition.damage:
-            raise DatabaseError(self.condition.damage, "restart the service after repairing it")
+        if self.damage:
+            raise DatabaseError(self.damage, "restart the service after repairing it")
 
     # -- health ---------------------------------------------------------------------------------------------
 
     async def check(self, *, thorough: bool = False) -> None:
         """Find out whether the database can be trusted, and whether there is room again."""
-        if self.condition.damage:
+        if self.damage:
             return
         if reason := await asyncio.to_thread(self._problem, thorough=thorough):
             self.note_damage(reason)
-        elif self.condition.is_full:
+        elif self.is_full:
             await self.write(lambda transaction: transaction.execute(_WRITE))
 
     def _problem(self, *, thorough: bool) -> str:
@@ -324,9 +320,8 @@ class Database:
                 await self._committing
         finally:
             # In a thread, because one that reads from a disk which does not answer ends late.
-            for close in (self._writer.shutdown, self._short.close, self._long.close):
-                await asyncio.to_thread(close)
-            self._write_session.close()
+            for connections in (self._writer, self._short, self._long):
+                await asyncio.to_thread(connections.close)
             self.connector.close()
 
     async def _within_deadline(self, result: Awaitable[T], hint: str) -> T:
@@ -335,50 +330,6 @@ class Database:
                 return await result
         except TimeoutError:
             raise DatabaseError(f"no answer within {DEADLINE} s", hint) from None
-
-
-class _Readers:
-    """Threads that read, with a connection for each."""
-
-    def __init__(self, database: Database, name: str) -> None:
-        self._database = database
-        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix=name)
-        self._idle: list[Session] = []
-        """Those that no thread uses."""
-        self.waiting = 0
-
-    async def run(self, query: Callable[[Transaction], T]) -> tuple[T, list[StoredJob]]:
-        """Return the result of a query, and the jobs that it has loaded."""
-        self.waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, query)
-        finally:
-            self.waiting -= 1
-
-    def _run(self, query: Callable[[Transaction], T]) -> tuple[T, list[StoredJob]]:
-        database, connector = self._database, self._database.connector
-        session = self._idle.pop() if self._idle else Session(connector, database.cache, writes=False)
-        try:
-            for attempt in (1, 2):
-                try:
-                    with session.transaction() as transaction:
-                        return query(transaction), transaction.loaded
-                except connector.error as error:
-                    failure = connector.failure(error)
-                    if failure is Failure.LOST and attempt == 1:
-                        continue
-                    if failure is Failure.DAMAGED:
-                        database.note_damage(str(error))
-                    raise DatabaseError(error, "try again") from error
-        finally:
-            self._idle.append(session)
-        raise AssertionError
-
-    def close(self) -> None:
-        """Finish the reads, and close the connections."""
-        self._threads.shutdown()
-        for session in self._idle:
-            session.close()
 
 
 _WRITE = Sql(f"UPDATE {SCHEMA} SET version = version")

@@ -67,11 +67,7 @@ class PostgresqlConnector(Connector):
     error = psycopg.Error
     text = attrgetter("postgresql")
     is_shared = True
-    types = {  # noqa: RUF012
-        "key": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
-        "double": "DOUBLE PRECISION",
-        "bytes": "BYTEA",
-    }
+    key = "key BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
 
     def __init__(self, url: str) -> None:
         try:
@@ -126,9 +122,6 @@ class PostgresqlConnector(Connector):
                 f"database {self.url} is behind a pooler in transaction mode, which passes no notifications "
                 "on: give the address of PostgreSQL itself, or of a pool with pool_mode = session"
             )
-
-    def begin(self, connection: psycopg.Connection[Any], *, writes: bool) -> None:
-        """Do nothing: the first statement begins a transaction."""
 
     def commit(self, connection: psycopg.Connection[Any], changed: Mapping[str, int]) -> None:
         """Commit a transaction, and notify the other services of the jobs that it has changed."""

@@ -4,11 +4,14 @@ Statements are written by hand and executed by the drivers: building them would 
 They use the SQL that both databases have.
 """
 
+import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from adascale_api.data.job import JobCache, StoredJob
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from adascale_api.data.backend import Connector  # whose methods take statements
 
 Row = tuple[Any, ...]
+T = TypeVar("T")
 
 
 class Sql:
@@ -95,41 +99,57 @@ class Transaction:
         self._connection.cursor().executemany(self._connector.text(statement), rows)
 
 
-class Session:
-    """A connection for one transaction at a time, which is opened again after an error of the driver."""
+class Connections:
+    """Threads with a connection for each, which is opened again after an error of the driver."""
 
-    def __init__(self, connector: "Connector", cache: JobCache, *, writes: bool) -> None:
+    def __init__(
+        self,
+        connector: "Connector",
+        cache: JobCache,
+        threads: int = 1,
+        name: str = "",
+        *,
+        writes: bool = False,
+    ) -> None:
         self._connector = connector
         self._cache = cache
         self._writes = writes
-        self._connection: Any = None
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._open: dict[int, Any] = {}
+        """The connection of each thread that has one."""
+        self.waiting = 0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of work that a thread does."""
+        self.waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self.waiting -= 1
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         """Begin a transaction, which is undone at the end unless it was committed."""
-        connector = self._connector
+        connector, thread = self._connector, get_ident()
+        if thread not in self._open:
+            self._open[thread] = connector.connect(writes=self._writes)
+        connection = self._open[thread]
         try:
-            if self._connection is None:
-                self._connection = connector.connect(writes=self._writes)
-            connector.begin(self._connection, writes=self._writes)
+            connector.begin(connection, writes=self._writes)
             try:
-                yield Transaction(connector, self._connection, self._cache)
-            except connector.error:
-                raise
-            except BaseException:
-                self._connection.rollback()
-                raise
-            self._connection.rollback()
+                yield Transaction(connector, connection, self._cache)
+            finally:
+                connection.rollback()
         except connector.error:
-            self.close()
+            del self._open[thread]
+            # If it is lost, the database has undone the transaction.
+            with suppress(connector.error):
+                connection.close()
             raise
 
     def close(self) -> None:
-        """Close the connection."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            # If it is lost, the database has undone the transaction.
-            with suppress(self._connector.error):
-                connection.rollback()
+        """Finish the work, and close the connections."""
+        self._threads.shutdown()
+        for connection in self._open.values():
             with suppress(self._connector.error):
                 connection.close()

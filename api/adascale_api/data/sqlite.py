@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
-from adascale_api.data.tables import SCHEMA_VERSION
+from adascale_api.data.tables import RELEASED_VERSION, SCHEMA_VERSION
 
 PREFIX = "sqlite:///"
 BUSY_TIMEOUT = 2.0
@@ -43,7 +43,7 @@ class _SqliteFile(Connector):
     """What the connections that write a file and those that only read it have in common."""
 
     error = sqlite3.Error
-    types = {"key": "INTEGER PRIMARY KEY AUTOINCREMENT", "double": "DOUBLE", "bytes": "BLOB"}  # noqa: RUF012
+    key = "key INTEGER PRIMARY KEY AUTOINCREMENT"
     suffixes = dict.fromkeys(("reports", "step_times"), "WITHOUT ROWID")
     text = attrgetter("sqlite")
     remedy = "use another file"
@@ -191,17 +191,16 @@ class SqliteConnector(_SqliteFile):
 
     def _open_tables(self) -> None:
         with closing(self.connect(writes=True)) as connection:
-            version = self.earlier_version(connection)
-            if version is not None:
-                self._copy(connection, version)
+            if self.is_released(connection):
+                self._copy(connection)
             # The end of the connection undoes what is not committed.
             self.begin(connection, writes=True)
             self.prepare_tables(connection)
             connection.execute("COMMIT")
 
-    def _copy(self, connection: sqlite3.Connection, version: int) -> None:
+    def _copy(self, connection: sqlite3.Connection) -> None:
         """Copy the file before its tables of an earlier version are changed, for going back."""
-        copy = self._path.with_name(f"{self._path.name}.schema-{version}")
+        copy = self._path.with_name(f"{self._path.name}.schema-{RELEASED_VERSION}")
         copy.unlink(missing_ok=True)
         try:
             connection.execute("VACUUM INTO ?", (str(copy),))
@@ -212,8 +211,8 @@ class SqliteConnector(_SqliteFile):
                 raise
             size = self._path.stat().st_size
             raise UnusableDatabaseError(
-                f"database {self.url} has tables of version {version}, and no room for a copy of it, "
-                f"which is made before they are changed to version {SCHEMA_VERSION}: make room for "
+                f"database {self.url} has tables of version {RELEASED_VERSION}, and no room for a copy of "
+                f"it, which is made before they are changed to version {SCHEMA_VERSION}: make room for "
                 f"{size >> 20} MiB more beside it, or use the version of the service that created it"
             ) from error
 

@@ -1,4 +1,4 @@
-"""The tables of the database.
+"""The tables of the database, with the names that PostgreSQL has for types; SQLite accepts all.
 
 Rows refer to a job by its `key`, which is never reused: rows of a deleted job can't belong to a later job
 with the same id.
@@ -10,7 +10,10 @@ from typing import Any, get_type_hints
 from adascale_core.messages.reports import GainReport
 
 SCHEMA_VERSION = 19
-"""Raised with every change of a table, or of a document in one; `MIGRATIONS` has the way to the next one."""
+"""Raised with every change of a table, or of a document in one."""
+
+RELEASED_VERSION = 13
+"""The version of release 0.1.0, whose tables are changed by `MIGRATION`."""
 
 READABLE_FROM = 19
 """The oldest version whose service can use these tables too, as when only columns with a default were added.
@@ -23,8 +26,8 @@ _COLUMNS: dict[Any, str] = {
     bool: "INTEGER NOT NULL DEFAULT 0",
     int: "INTEGER NOT NULL",
     int | None: "INTEGER",
-    float: "{double} NOT NULL",
-    float | None: "{double}",
+    float: "DOUBLE PRECISION NOT NULL",
+    float | None: "DOUBLE PRECISION",
     str: "TEXT NOT NULL",
     Mapping[str, float]: "TEXT NOT NULL",
 }
@@ -43,7 +46,7 @@ OF_A_JOB: dict[str, tuple[str, str]] = {
         step BIGINT NOT NULL,
         received BIGINT NOT NULL,
         kept INTEGER NOT NULL,
-        reported_at {double} NOT NULL
+        reported_at DOUBLE PRECISION NOT NULL
         """,
     ),
     "reports": ("job_key, generation, step", _REPORT),
@@ -57,8 +60,8 @@ OF_A_JOB: dict[str, tuple[str, str]] = {
         accumulation INTEGER NOT NULL,
         nodes INTEGER NOT NULL,
         accelerator TEXT NOT NULL,
-        seconds {bytes} NOT NULL,
-        sync_seconds {bytes} NOT NULL,
+        seconds BYTEA NOT NULL,
+        sync_seconds BYTEA NOT NULL,
         received BIGINT NOT NULL
         """,
     ),
@@ -73,8 +76,8 @@ OF_A_JOB: dict[str, tuple[str, str]] = {
         """
         generation INTEGER NOT NULL,
         replicas INTEGER NOT NULL,
-        started_at {double} NOT NULL,
-        ended_at {double},
+        started_at DOUBLE PRECISION NOT NULL,
+        ended_at DOUBLE PRECISION,
         disruptions INTEGER NOT NULL,
         failures INTEGER NOT NULL
         """,
@@ -85,7 +88,7 @@ OF_A_JOB: dict[str, tuple[str, str]] = {
         replica INTEGER NOT NULL,
         instance TEXT NOT NULL,
         log TEXT NOT NULL,
-        stored_at {double} NOT NULL
+        stored_at DOUBLE PRECISION NOT NULL
         """,
     ),
     # The last explained decision about a job, as JSON.
@@ -96,68 +99,38 @@ OF_A_JOB: dict[str, tuple[str, str]] = {
 TABLES: dict[str, str] = {
     SCHEMA: "version INTEGER PRIMARY KEY, readable_from INTEGER NOT NULL",
     "jobs": """
-        key {key},
+        {key},
         id TEXT UNIQUE,
-        created_at {double} NOT NULL,
-        changed_at {double} NOT NULL,
+        created_at DOUBLE PRECISION NOT NULL,
+        changed_at DOUBLE PRECISION NOT NULL,
         version BIGINT NOT NULL,
         complete INTEGER NOT NULL,
         spec TEXT,
         rendezvous TEXT NOT NULL
     """,
     # The last version of each deleted job. A new job with the same id continues from this version.
-    "deleted_jobs": "id TEXT PRIMARY KEY, version BIGINT NOT NULL, deleted_at {double} NOT NULL",
+    "deleted_jobs": "id TEXT PRIMARY KEY, version BIGINT NOT NULL, deleted_at DOUBLE PRECISION NOT NULL",
     **{
         name: f"job_key BIGINT NOT NULL, {columns}, PRIMARY KEY ({key})"
         for name, (key, columns) in OF_A_JOB.items()
     },
 }
 
-MIGRATIONS: dict[int, tuple[str, ...]] = {
-    # From the version of release 0.1.0. Explained decisions are made again within seconds.
-    13: (
-        "ALTER TABLE reports ADD COLUMN goodput {double}",
-        "ALTER TABLE reports ADD COLUMN lr {double}",
-        "ALTER TABLE reports ADD COLUMN grad_sqr_error {double} NOT NULL DEFAULT 0",
-        "ALTER TABLE reports ADD COLUMN gpu_use {double}",
-        "ALTER TABLE reports ADD COLUMN gpu_memory {double}",
-        "DELETE FROM decisions",
-    ),
-    14: (f"ALTER TABLE {SCHEMA} ADD COLUMN readable_from INTEGER NOT NULL DEFAULT 14",),
-    15: ("ALTER TABLE reports ADD COLUMN counts_samples INTEGER NOT NULL DEFAULT 0",),
-    16: (
-        "ALTER TABLE reports ADD COLUMN slow_replica INTEGER",
-        "ALTER TABLE reports ADD COLUMN slow_factor {double}",
-    ),
-    # The state of a job has its slow replicas, which earlier versions can't read.
-    17: (),
+MIGRATION: tuple[str, ...] = (
+    "ALTER TABLE reports ADD COLUMN goodput DOUBLE PRECISION",
+    "ALTER TABLE reports ADD COLUMN lr DOUBLE PRECISION",
+    "ALTER TABLE reports ADD COLUMN grad_sqr_error DOUBLE PRECISION NOT NULL DEFAULT 0",
+    "ALTER TABLE reports ADD COLUMN gpu_use DOUBLE PRECISION",
+    "ALTER TABLE reports ADD COLUMN gpu_memory DOUBLE PRECISION",
+    "ALTER TABLE reports ADD COLUMN counts_samples INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE reports ADD COLUMN slow_replica INTEGER",
+    "ALTER TABLE reports ADD COLUMN slow_factor DOUBLE PRECISION",
+    # Explained decisions are made again within seconds.
+    "DELETE FROM decisions",
     # Those of deleted jobs, whose rows are removed with the job since.
-    18: (
-        *(
-            f"DELETE FROM {name} WHERE job_key IN (SELECT key FROM jobs WHERE id IS NULL)"
-            for name in OF_A_JOB
-        ),
-        "DELETE FROM jobs WHERE id IS NULL",
-    ),
-}
-"""The statements that change the tables of a version to those of the next one."""
-
-
-def migration_statements(version: int, types: Mapping[str, str]) -> list[str]:
-    """Return the statements that change the tables of an earlier version to those of `SCHEMA_VERSION`."""
-    return [
-        *(
-            statement.format_map(types)
-            for earlier in range(version, SCHEMA_VERSION)
-            for statement in MIGRATIONS[earlier]
-        ),
-        f"UPDATE {SCHEMA} SET version = {SCHEMA_VERSION}, readable_from = {READABLE_FROM}",
-    ]
-
-
-def create_statements(types: Mapping[str, str], suffixes: Mapping[str, str]) -> list[str]:
-    """Return the statements that create the tables."""
-    return [
-        f"CREATE TABLE IF NOT EXISTS {name} ({columns.format_map(types)}) {suffixes.get(name, '')}"
-        for name, columns in TABLES.items()
-    ]
+    *(f"DELETE FROM {name} WHERE job_key IN (SELECT key FROM jobs WHERE id IS NULL)" for name in OF_A_JOB),
+    "DELETE FROM jobs WHERE id IS NULL",
+    f"ALTER TABLE {SCHEMA} ADD COLUMN readable_from INTEGER NOT NULL DEFAULT {READABLE_FROM}",
+    f"UPDATE {SCHEMA} SET version = {SCHEMA_VERSION}",
+)
+"""The statements that change the tables of `RELEASED_VERSION` to those of `SCHEMA_VERSION`."""

@@ -93,7 +93,8 @@ class JsonBody(Generic[M]):
 
 def object_body(model: type[BaseModel], make: Callable[[Any], M]) -> JsonBody[M]:
     """Return the body of a model, from which `make` makes a message."""
-    return JsonBody(_reference(model), lambda text: make(model.model_validate_json(text)))
+    reference = REFERENCE.format(model=model.__name__)
+    return JsonBody({"$ref": reference}, lambda text: make(model.model_validate_json(text)))
 
 
 _reports: TypeAdapter[Any] = TypeAdapter(GainReports)
@@ -150,22 +151,9 @@ def _invalid(error: ValidationError) -> InvalidInputError:
     return InvalidInputError(field_errors(error.errors(include_url=False)))
 
 
-def _reference(model: type[object]) -> dict[str, Any]:
-    return {"$ref": REFERENCE.format(model=model.__name__)}
-
-
+_either: TypeAdapter[Any] = TypeAdapter(GainReportBody | GainReports)
 reports_body = JsonBody(
-    {
-        "anyOf": [
-            _reference(GainReportBody),
-            {
-                "type": "array",
-                "items": _reference(GainReportBody),
-                "minItems": 1,
-                "maxItems": MAX_REPORTS,
-            },
-        ]
-    },
+    {"anyOf": _either.json_schema(ref_template=REFERENCE)["anyOf"]},
     _parse_reports,
 )
 """A report, or a list of reports."""

@@ -9,17 +9,11 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from adascale_api.errors import UsageError
 from adascale_api.renewed import Renewed
-from adascale_core.errors import AdaScaleError
 
 MAX_CONNECTIONS = 12 * 1024
 """Connections with TLS, by default: as many as fit into 512 MiB."""
-
-
-class CertificateFileError(AdaScaleError):
-    """The certificate of the server or its key can't be used."""
-
-    exit_code = 2
 
 
 def server_certificate(certificate: Path, key: Path) -> Renewed[ssl.SSLContext]:
@@ -31,7 +25,7 @@ def server_certificate(certificate: Path, key: Path) -> Renewed[ssl.SSLContext]:
         try:
             context.load_cert_chain(certificate, key)
         except OSError as error:
-            raise CertificateFileError(
+            raise UsageError(
                 f"the certificate {certificate} of --tls-cert with the key {key} of --tls-key can't be used: "
                 f"{_reason(error)}"
             ) from error

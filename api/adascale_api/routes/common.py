@@ -4,11 +4,12 @@ Who can reach the service may read gains and progress without a token. Logs, add
 help an attacker need the token of the job, of the operator, or for reading. Every error is an `ErrorBody`.
 """
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Path, Request, Response
+from fastapi import Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -21,6 +22,7 @@ from adascale_api.errors import ErrorBody, ForbiddenError, InvalidInputError, Re
 from adascale_api.http.connections import CLOSED
 from adascale_api.http.request_body import field_errors
 from adascale_api.service.changes import Closed
+from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
@@ -38,16 +40,24 @@ HIDDEN = frozenset(
 """The members that show where replicas are and what their programs print. Their values become empty."""
 METRICS = "metrics"
 """The member of a report with the program's own numbers, whose names are not hidden."""
-MAX_WAIT = 60.0
-"""Seconds that a request may wait for a change."""
-SERVICE = "service"
-"""The attribute of a request's state with the service of the run that the request is for."""
 
 
-async def _service(request: Request) -> Service:
-    # `adascale ui` has a service for each run.
-    service: Service = getattr(request.state, SERVICE, None) or request.app.state.service
-    return service
+async def _target(request: Request) -> AsyncIterator[tuple[Service, str | None]]:
+    """The service that a request is for, and the job in its path; None if it is for all jobs."""
+    shown, name = request.app.state.service, request.path_params.get("job")
+    if isinstance(shown, RunServices) and name is not None:
+        # Of a run, which has a database of its own.
+        async with shown.open(name) as (job, service):
+            yield service, job
+    else:
+        yield shown, None if name is None else parse_job_id(name)
+
+
+Target = Annotated[tuple[Service, str | None], Depends(_target)]
+
+
+async def _service(target: Target) -> Service:
+    return target[0]
 
 
 ServiceOf = Annotated[Service, Depends(_service)]
@@ -58,11 +68,17 @@ async def _closed(request: Request) -> Closed:
     return closed
 
 
+MAX_WAIT = 60.0
+"""Seconds that a request may wait for a change."""
+Wait = Annotated[
+    float, Query(ge=0, le=MAX_WAIT, allow_inf_nan=False, description="Seconds to wait for a change.")
+]
 ClosedOf = Annotated[Closed, Depends(_closed)]
 """Is done once the client of the request has left."""
 
 
 async def _job_id(
+    target: Target,
     job: Annotated[
         str,
         Path(
@@ -72,7 +88,7 @@ async def _job_id(
         ),
     ],
 ) -> str:
-    return parse_job_id(job)
+    return target[1] or job
 
 
 JobId = Annotated[str, Depends(_job_id)]
@@ -84,13 +100,11 @@ Documented = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 """Names the token in the OpenAPI document."""
 
 
-async def _job_or_none(request: Request) -> str | None:
-    job = request.path_params.get("job")
-    return parse_job_id(job) if job else None
+async def _job_or_none(target: Target) -> str | None:
+    return target[1]
 
 
 JobOrNone = Annotated[str | None, Depends(_job_or_none)]
-"""The job in the path; None if the request is for all jobs."""
 
 
 def _requires(role: Role, *, always: bool = True) -> list[Any]:
@@ -144,13 +158,9 @@ async def may_know_jobs(request: Request, service: ServiceOf, _documented: Docum
     Raises:
         RequestError: the service protects reads, and the token is missing or not valid.
     """
-    if not service.settings.protect_reads:
-        return True
-    try:
-        await authorize(request, service, Role.READER, None)
-    except ForbiddenError:
-        return False
-    return True
+    with suppress(ForbiddenError):
+        return not service.settings.protect_reads or await may_read(request, service, None)
+    return False
 
 
 MayKnowJobs = Annotated[bool, Depends(may_know_jobs)]
@@ -256,10 +266,9 @@ def response_to(error: Exception) -> Response:
                 400,
                 ErrorBody(error="the connection was closed before the end of the body; nothing was stored"),
             )
-        case InvalidInputError():
-            return error_response(error.status, ErrorBody(error=str(error), detail=error.field_errors))
         case RequestError():
-            return error_response(error.status, ErrorBody(error=str(error)), error.headers)
+            body = ErrorBody(error=str(error), detail=list(error.field_errors))
+            return error_response(error.status, body, error.headers)
         case InvalidJobError() | InvalidJobIdError():
             return error_response(422, ErrorBody(error=str(error)))
     raise error
@@ -284,8 +293,8 @@ def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message, headers = error.detail, error.headers
     if error.status_code == 404:
-        hint = ": see /openapi.json" if request.app.openapi_url else ""
-        message = f"no resource at {request.url.path[:200]}{hint}"
+        hint = "see /openapi.json" if request.app.openapi_url else "`adascale list` lists the runs"
+        message = f"no resource at {request.url.path[:200]}: {hint}"
     elif error.status_code == 405:
         # Starlette names the methods of one route only, but a path may have several routes.
         path = getattr(request.scope.get("route"), "path", "")

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, create_model
 
-from adascale_api.bodies import GainReportBody
+from adascale_api.bodies import GainReportBody, descriptions
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.errors import NotFoundError
@@ -20,19 +20,15 @@ from adascale_core.views.gain import GainView, HistoryView, PredictionView
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"], responses=OF_A_JOB)
 
-_PREDICTIONS = "One per valid replica count; null until the job is declared and a step time is known."
-_LIMIT = (
-    "The largest local batch size that is used on the type of accelerator of the report, since a larger one "
-    "did not fit into memory; null if none has failed."
-)
+_texts = descriptions(GainView)
 GainResponse = create_model(
     "GainResponse",
     __doc__="The latest report of a job, with predictions for other replica counts.",
     __base__=GainReportBody,
-    job=Annotated[str, Field(description="The full job id.")],
+    job=Annotated[str, Field(description=_texts.get("job"))],
     efficiency=Annotated[float, Field(description="gain / scale.")],
-    local_bsz_limit=Annotated[int | None, Field(description=_LIMIT)],
-    predictions=Annotated[list[PredictionView] | None, Field(description=_PREDICTIONS)],
+    local_bsz_limit=Annotated[int | None, Field(description=_texts.get("local_bsz_limit"))],
+    predictions=Annotated[list[PredictionView] | None, Field(description=_texts.get("predictions"))],
 )
 """The JSON of a `GainView`, for the OpenAPI document."""
 
@@ -76,7 +72,7 @@ async def get_history(
 
 def _gain_view(transaction: Transaction, job_id: str) -> GainView:
     job = jobs.find_job(transaction, job_id)
-    report = reports.latest_report(transaction, job)
+    report = reports.latest_reports(transaction, [job_id])(job_id)
     if report is None:
         raise NotFoundError(
             f"job {job_id} has no report yet: the first report follows its first optimizer step"
@@ -84,7 +80,7 @@ def _gain_view(transaction: Transaction, job_id: str) -> GainView:
     predictions, limit = None, job.rendezvous.local_bsz_limit_of_report(report.accelerator)
     if job.spec is not None:
         spec = job.spec.with_limit(limit)
-        predictions = _predictions(spec, report, reports.step_times(transaction, job))
+        predictions = _predictions(spec, report, reports.step_times(transaction, [job_id])(job_id))
     return GainView(job_id, report, predictions, limit)
 
 

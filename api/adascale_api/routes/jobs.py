@@ -7,16 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Response
 
 from adascale_api.bodies import NO_NUL, AllocationBody, DecisionBody, JobSpecBody
-from adascale_api.data.job import skip_unreadable
+from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
-from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
 from adascale_api.errors import ConflictBody, FieldError, InvalidInputError, NotFoundError
 from adascale_api.http.request_body import object_body
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,
-    MAX_WAIT,
     OF_A_JOB,
     READER,
     ClosedOf,
@@ -24,6 +22,7 @@ from adascale_api.routes.common import (
     MayKnowJobs,
     MayReadAll,
     ServiceOf,
+    Wait,
     answer,
     error_response,
     errors,
@@ -39,8 +38,6 @@ from adascale_core.rendezvous.rendezvous import StaleAllocationError
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
 
-JOBS_TOGETHER = 25
-"""Jobs whose latest reports and step times are read together."""
 _STEP_TIME_SIZE = 150
 """Bytes of a step time in an answer, approximately."""
 
@@ -69,9 +66,7 @@ async def get_jobs(
     cursor = service.log.cursor
 
     def query(transaction: Transaction) -> Response:
-        ids = jobs.list_ids(transaction, after, limit + 1)
-        views, _, last = read_views(transaction, [(each, each) for each in ids[:limit]], after, service)
-        following = last if ids and last != ids[-1] else None
+        views, following = jobs.list_jobs(transaction, after, limit, view_reader(service))
         return answer(JobList(views, following, cursor), shows_all=shows_all)
 
     return await service.database.read_long(query)
@@ -223,12 +218,7 @@ async def get_changes(
     closed: ClosedOf,
     shows_all: MayReadAll,
     since: Annotated[str, Query(max_length=64, description="The `cursor` of the last answer.")],
-    wait: Annotated[
-        float,
-        Query(
-            ge=0, le=MAX_WAIT, allow_inf_nan=False, description="Seconds to wait while nothing has changed."
-        ),
-    ] = 0.0,
+    wait: Wait = 0.0,
     limit: Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")] = 100,
 ) -> Response:
     """Returns the jobs that have changed since the cursor, as they are now, and the ids of those that no
@@ -239,82 +229,49 @@ async def get_changes(
     found = service.log.since(since, limit)
 
     # The transaction begins after the changes, so it sees them.
-    changes = (
-        await service.database.read_long(read_views, found, since, service) if found else ([], [], since)
-    )
+    changes: tuple[list[JobView], list[str], str] = ([], [], since)
+    if found:
+        changes = await service.database.read_long(jobs.read_jobs, found, since, view_reader(service))
     return answer(JobChanges(*changes), shows_all=shows_all)
 
 
-SizedView = tuple[JobView, int]
-"""The view of a job, and the bytes that it has in an answer, approximately."""
+def view_reader(service: Service) -> jobs.Reader[JobView]:
+    """Return what makes the views of jobs. Logs may be large, and are read with each."""
 
+    def read(transaction: Transaction, ids: Sequence[str]) -> Callable[[StoredJob], tuple[JobView, int]]:
+        latest = reports.latest_reports(transaction, ids)
+        step_times = reports.step_times(transaction, ids)
 
-def read_views(
-    transaction: Transaction, found: Sequence[tuple[str, str]], position: str, service: Service
-) -> tuple[list[JobView], list[str], str]:
-    """Return the views of jobs that have room together, the ids of those that do not exist, and the position.
+        def view(job: StoredJob) -> tuple[JobView, int]:
+            state = job.rendezvous
+            ages = service.heartbeats.ages(job.id)
+            logs = jobs.logs(transaction, job)
+            times = step_times(job.id)
+            found = JobView(
+                id=job.id,
+                spec=job.spec,
+                **vars(job.view),
+                failures=state.failures,
+                disruptions=state.disruptions,
+                restarts_without_progress=state.restarts_without_progress,
+                replicas=[
+                    ReplicaView.of(replace(each, log=logs.get((rank, each.instance))), ages.get(rank))
+                    for rank, each in sorted(state.replicas.items())
+                ],
+                latest=latest(job.id),
+                step_times=times,
+                created_at=job.created_at,
+                local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
+                local_bsz_limit=state.local_bsz_limit,
+            )
+            return found, sum(map(len, logs.values())) + _STEP_TIME_SIZE * len(times)
 
-    `found` has the ids, each with the position after it. A job that can't be read is logged, and left out.
-    """
-    views: list[JobView] = []
-    missing: list[str] = []
-    room = PageRoom()
-    for start in range(0, len(found), JOBS_TOGETHER):
-        together = found[start : start + JOBS_TOGETHER]
-        view_of = _views(transaction, [job_id for job_id, _ in together], service)
-        for job_id, after in together:
-            with skip_unreadable():
-                try:
-                    view, size = view_of(job_id)
-                except JobNotFoundError:
-                    missing.append(job_id)
-                else:
-                    if not room.takes(size):
-                        return views, missing, position
-                    views.append(view)
-            position = after
-    return views, missing, position
+        return view
+
+    return read
 
 
 def find_view(transaction: Transaction, job_id: str, service: Service) -> JobView:
     """Return the view of a job; errors as for `jobs.find_job`."""
-    view, _ = _views(transaction, [job_id], service)(job_id)
-    return view
-
-
-def _views(transaction: Transaction, ids: Sequence[str], service: Service) -> Callable[[str], SizedView]:
-    """Read what is small of some jobs, and return a function that returns the view of one of them by its id.
-
-    Logs and states may be large, and are read by that function.
-    """
-    find = jobs.find_jobs(transaction, ids)
-    latest = reports.latest_rows(transaction, ids)
-    step_times = reports.step_time_rows(transaction, ids)
-
-    def view(job_id: str) -> SizedView:
-        job = find(job_id)
-        state = job.rendezvous
-        ages = service.heartbeats.ages(job_id)
-        logs = jobs.logs(transaction, job)
-        times = reports.parse_step_times(job_id, step_times.get(job_id, []))
-        found = JobView(
-            id=job_id,
-            spec=job.spec,
-            **vars(job.view),
-            failures=state.failures,
-            disruptions=state.disruptions,
-            restarts_without_progress=state.restarts_without_progress,
-            replicas=[
-                ReplicaView.of(replace(each, log=logs.get((rank, each.instance))), ages.get(rank))
-                for rank, each in sorted(state.replicas.items())
-            ],
-            latest=reports.parse_report(job_id, latest.get(job_id)),
-            step_times=times,
-            created_at=job.created_at,
-            local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
-            local_bsz_limit=state.local_bsz_limit,
-        )
-        of_logs = sum(map(len, logs.values()))
-        return found, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(times)
-
+    view, _ = view_reader(service)(transaction, [job_id])(jobs.find_job(transaction, job_id))
     return view

@@ -2,14 +2,13 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 from starlette.staticfiles import StaticFiles
 
-from adascale_api.routes.common import READER, errors
-from adascale_api.service.run_services import RunServices
-from adascale_api.service.service import Service
+from adascale_api.routes.common import READER, ServiceOf, errors
 from adascale_api.service.summaries import SummaryList
-from adascale_core.views.usage import UsageGroup, UsageView
+from adascale_core.views.usage import UsageGroup, UsageView, usage
 
 HEADERS = {
     # Nothing runs or is loaded that is not a file of the page.
@@ -27,15 +26,6 @@ MAX_POINTS = 1000
 LISTED = 8
 """Jobs or namespaces whose use is listed; the use of the others is summed."""
 router = APIRouter(tags=["page"])
-
-
-async def _shown(request: Request) -> Service | RunServices:
-    shown: Service | RunServices = request.app.state.service
-    return shown
-
-
-Shown = Annotated[Service | RunServices, Depends(_shown)]
-"""What the page shows: the jobs of a service, or runs."""
 
 
 class _PageFiles(StaticFiles):
@@ -70,14 +60,14 @@ async def get_page_file(request: Request, name: str) -> Response:
     response_model=SummaryList,
     responses={304: {"description": "They have the `ETag` of `If-None-Match`."}, **errors(401, 403, 503)},
 )
-async def get_summaries(shown: Shown, request: Request) -> Response:
+async def get_summaries(service: ServiceOf, request: Request) -> Response:
     """Returns what a list shows of the first 5,000 jobs, without logs and addresses. `interval` is the number
     of seconds after which a page asks again."""
-    document = await shown.summaries.get()
-    headers = {**HEADERS, "ETag": document.etag}
-    if request.headers.get("if-none-match") == document.etag:
+    content, etag = await service.summaries.get()
+    headers = {**HEADERS, "ETag": etag}
+    if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
-    return Response(document.content, media_type="application/json", headers=headers)
+    return Response(content, media_type="application/json", headers=headers)
 
 
 @router.get(
@@ -87,7 +77,7 @@ async def get_summaries(shown: Shown, request: Request) -> Response:
     responses=errors(401, 403, 422, 503),
 )
 async def get_usage(
-    shown: Shown,
+    service: ServiceOf,
     seconds: Annotated[
         int, Query(ge=60, le=MAX_USAGE_SECONDS, description="The length of the time until now.")
     ] = 3600,
@@ -96,4 +86,6 @@ async def get_usage(
 ) -> UsageView:
     """Returns the mean number of replicas in each interval, for each of the jobs or namespaces that have used
     most, and for all others together."""
-    return await shown.usage(seconds, points, LISTED, by)
+    now = service.clock()
+    used = await service.used_replicas(now - seconds, now, by)
+    return await run_in_threadpool(usage, used, now - seconds, now, points, LISTED, by)

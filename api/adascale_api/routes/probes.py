@@ -29,7 +29,7 @@ async def get_health() -> HealthResponse:
 async def get_readiness(service: ServiceOf) -> HealthResponse:
     """Reads the database. Fails if it is damaged, and while the disk is too full to store anything."""
     await service.database.read(lambda transaction: transaction.first(_READ))
-    if service.database.condition.is_full:
+    if service.database.is_full:
         raise UnavailableError("the disk is full: nothing can be stored until there is room")
     return HealthResponse("ok")
 

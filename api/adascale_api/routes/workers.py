@@ -30,6 +30,7 @@ from adascale_api.routes.common import (
     JobId,
     MayReadAll,
     ServiceOf,
+    Wait,
     answer,
     authorize,
     errors,
@@ -64,15 +65,15 @@ async def post_gain(
     """Stores each report once per generation and step, so repeating a request has no effect. Stores all
     reports of a request, or none. Answers with the job's generations, and with the seconds until the next
     reports shall be posted, which grow with the number of jobs."""
-    posted = await service.database.write(
+    stored, repeated, stored_job = await service.database.write(
         reports.post, job_id=job, new=body, now=service.clock(), retention=service.settings.reports
     )
-    service.metrics.count_reports(posted.stored, posted.repeated)
+    service.metrics.count_reports(stored, repeated)
     # The text of the generations is kept, since all requests of a job have the same.
     text = b'{"stored":%d,"repeated":%d,"allocation":%b,"post_interval":%a}' % (
-        posted.stored,
-        posted.repeated,
-        posted.job.view_json,
+        stored,
+        repeated,
+        stored_job.view_json,
         service.heartbeats.post_interval,
     )
     return Response(text, media_type="application/json")
@@ -92,15 +93,7 @@ async def get_allocation(
     version: Annotated[
         int | None, Query(ge=0, le=MAX_STEPS, description="The last version that the caller has read.")
     ] = None,
-    wait: Annotated[
-        float,
-        Query(
-            ge=0,
-            le=MAX_WAIT,
-            allow_inf_nan=False,
-            description="Seconds to wait while the job still has this version.",
-        ),
-    ] = 0.0,
+    wait: Wait = 0.0,
 ) -> Response:
     """Answers at once if the job's version is not `version`; otherwise when it changes, or after `wait`
     seconds. Addresses are empty without a token that may read the job."""

@@ -5,13 +5,12 @@ they are recorded while the database is unavailable, and no replica is removed b
 record its heartbeat. After a start, each replica has the whole timeout to send the next one.
 """
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from adascale_api.data.database import Database
-from adascale_api.data.job import StoredJob, UnreadableJobError
+from adascale_api.data.job import StoredJob, skip_unreadable
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import heartbeats, jobs
 from adascale_api.data.store.heartbeats import Counts
@@ -24,11 +23,6 @@ from adascale_core.messages.registration import (
 )
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous.rendezvous import EXITED_STATES
-
-PAGE_SIZE = 500
-"""Jobs that are read together after a start."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,7 +56,9 @@ class HeartbeatMonitor:
         self._checked_at = clock()
         self._is_loaded = False
         self._unread: set[str] = set()
-        """The jobs that were deleted, or that another service has changed."""
+        """The jobs that were deleted or changed by another service, and after a start all."""
+        self._reading: set[str] = set()
+        """Those that are being read."""
         # Where several services share the database:
         self._received: dict[tuple[int, int], str] = {}
         self._counts: Counts = {}
@@ -91,6 +87,8 @@ class HeartbeatMonitor:
         if job is None:
             self._unread.add(job_id)
         else:
+            for ids in (self._unread, self._reading):
+                ids.discard(job_id)
             self._update_job(job)
 
     def reload(self) -> None:
@@ -100,9 +98,7 @@ class HeartbeatMonitor:
 
     async def check(self) -> None:
         """Remove the replicas whose heartbeats have expired."""
-        if not self._is_loaded:
-            await self._load()
-        await self._read_changed()
+        await self._read_unread()
         if self._database.connector.is_shared:
             await self._exchange()
         # After what may fail: while this service can't learn of others' heartbeats, it removes no replica.
@@ -125,20 +121,29 @@ class HeartbeatMonitor:
         if self.interval >= self._longest or now - self._longest_at > self.timeout:
             self._longest, self._longest_at = self.interval, now
 
-    async def _read_changed(self) -> None:
-        """Read the jobs that were deleted, or that another service has changed."""
+    async def _read_unread(self) -> None:
+        if not self._is_loaded:
+            self._unread.update(await self._database.read(jobs.incomplete_ids))
+            self._is_loaded = True
         while self._unread:
-            job_id = self._unread.pop()
+            together = [(job_id, job_id) for job_id in sorted(self._unread)[: jobs.JOBS_TOGETHER]]
+            self._reading = {job_id for job_id, _ in together}
+            self._unread -= self._reading
+            read = set[str]()
             try:
-                self._update_job(await self._database.read(jobs.find_job, job_id=job_id))
-            except jobs.JobNotFoundError:
-                self._jobs.pop(job_id, None)
-            except UnreadableJobError as error:
-                logger.error("%s", error)
-                self._jobs.pop(job_id, None)
-            except UnavailableError:
-                self._unread.add(job_id)
-                raise
+                found, _, last = await self._database.read(
+                    jobs.read_jobs, together, "", lambda *_of_jobs: lambda state: (state, 0)
+                )
+                read = {job_id for job_id in self._reading if job_id <= last}
+            finally:
+                self._unread |= self._reading - read
+            states = {job.id: job for job in found}
+            for job_id in read:
+                if job_id in states:
+                    self._update_job(states[job_id])
+                else:
+                    # Deleted, or not readable.
+                    self._jobs.pop(job_id, None)
 
     async def _exchange(self) -> None:
         """Send the heartbeats that arrived here to the other services, and take theirs."""
@@ -163,11 +168,10 @@ class HeartbeatMonitor:
             # Read again: a heartbeat may have arrived while this waited for the last commit.
             jobs.expire(transaction, job_id, self._overdue(job_id), self._wall_clock())
 
-        try:
+        with skip_unreadable():
             await self._database.write(expire, job_id=job_id)
-        except UnreadableJobError as error:
-            logger.error("%s", error)
-            self._jobs.pop(job_id, None)
+            return
+        self._jobs.pop(job_id, None)
 
     def _overdue(self, job_id: str) -> dict[int, str]:
         oldest = self._clock() - self.timeout
@@ -176,17 +180,6 @@ class HeartbeatMonitor:
             for rank, heartbeat in self._jobs.get(job_id, {}).items()
             if heartbeat.received_at < oldest
         }
-
-    async def _load(self) -> None:
-        after: str | None = ""
-        while after is not None:
-            page = await self._database.read_long(jobs.list_jobs, after, PAGE_SIZE, incomplete=True)
-            for job in page.jobs:
-                # Jobs that have changed since the start are known already.
-                if job.id not in self._jobs:
-                    self._update_job(job)
-            after = page.next
-        self._is_loaded = True
 
     def _update_job(self, job: StoredJob) -> None:
         before, now = self._jobs.get(job.id, {}), self._clock()

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from adascale_api.data.database import DatabaseCondition
-from adascale_api.data.sql import Transaction
+from adascale_api.data.database import Database
+from adascale_api.data.sql import Row, Transaction
 from adascale_api.data.store.reports import latest_gauges
 from adascale_api.http.connection_limits import ConnectionLimits
 
@@ -14,12 +14,14 @@ _GAUGES = (
     ("replicas", "Replicas of the job."),
     ("local_batch_size_samples", "Samples in a micro-batch of one replica."),
 )
+_FULL = "1 while nothing can be stored because there is no room on the disk."
+_DAMAGED = "1 if the database was deleted, replaced or damaged."
 
 
 class Metrics:
     """The counters of this process."""
 
-    def __init__(self, condition: DatabaseCondition, connections: ConnectionLimits) -> None:
+    def __init__(self, database: Database, connections: ConnectionLimits) -> None:
         self.registry = CollectorRegistry()
         self.reports = Counter(
             "adascale_reports",
@@ -36,19 +38,11 @@ class Metrics:
             registry=self.registry,
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60),
         )
-        full = Gauge(
-            "adascale_database_full",
-            "1 while nothing can be stored because there is no room on the disk.",
-            registry=self.registry,
-        )
-        full.set_function(lambda: condition.is_full)
-        damaged = Gauge(
-            "adascale_database_damaged",
-            "1 if the database was deleted, replaced or damaged.",
-            registry=self.registry,
-        )
-        damaged.set_function(lambda: bool(condition.damage))
-        for counter in (condition.failures, connections.closed):
+        full = Gauge("adascale_database_full", _FULL, registry=self.registry)
+        full.set_function(lambda: database.is_full)
+        damaged = Gauge("adascale_database_damaged", _DAMAGED, registry=self.registry)
+        damaged.set_function(lambda: bool(database.damage))
+        for counter in (database.failures, connections.closed):
             self.registry.register(counter)
 
     def count_reports(self, stored: int, repeated: int) -> None:
@@ -70,17 +64,17 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _jobs_text(latest: list[tuple[str, list[float]]]) -> str:
+def _jobs_text(latest: list[Row]) -> str:
     """Return the gauges of all jobs.
 
     Formatted here, because the client library takes ten times as long for thousands of jobs.
     """
     lines: list[str] = []
-    for number, (name, description) in enumerate(_GAUGES):
+    for number, (name, description) in enumerate(_GAUGES, 1):
         lines += [f"# HELP adascale_job_{name} {description}", f"# TYPE adascale_job_{name} gauge"]
         # Ids of jobs have no character that must be escaped.
         # `job` and `namespace` are labels that Prometheus sets itself.
-        lines += [f'adascale_job_{name}{{adascale_job="{job}"}} {numbers[number]}' for job, numbers in latest]
+        lines += [f'adascale_job_{name}{{adascale_job="{row[0]}"}} {float(row[number])}' for row in latest]
     return "\n".join([*lines, ""])
 
 

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +19,15 @@ from adascale_api.data.database import Database
 from adascale_api.data.job import UnreadableJobError
 from adascale_api.data.sql import Transaction
 from adascale_api.data.sqlite import SqliteReader
-from adascale_api.data.store import jobs, reports
-from adascale_api.errors import NotFoundError, UnavailableError
+from adascale_api.data.store import jobs
+from adascale_api.errors import NotFoundError, UnavailableError, UsageError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.service.service import Service, Settings
-from adascale_api.service.summaries import Summaries
-from adascale_core.errors import AdaScaleError
+from adascale_api.service.summaries import Summaries, summary_reader
 from adascale_core.names import DEFAULT_NAMESPACE
 from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.job_summary import JobStateName, JobSummary, RunEntry, summarize
-from adascale_core.views.usage import UsageGroup, UsageView, UsedReplicas, usage
+from adascale_core.views.usage import UsageGroup, UsedReplicas
 
 MAX_OPEN = 32
 """Databases that are open at the same time."""
@@ -36,18 +35,12 @@ MAX_OPEN = 32
 logger = logging.getLogger(__name__)
 
 
-class RunListError(AdaScaleError):
-    """The list of runs cannot be read."""
-
-    exit_code = 2
-
-
 def read_entries(path: Path) -> list[RunEntry]:
     """Return the entries of a list of runs."""
     try:
         return [RunEntry.from_json(members) for members in json.loads(path.read_text())]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunListError(f"the list of runs {path} can't be read: {error}") from None
+        raise UsageError(f"the list of runs {path} can't be read: {error}") from None
 
 
 _Read = tuple[JobSummary | None, str]
@@ -75,13 +68,13 @@ class RunServices:
         """The runs that have ended, and what was read of them, by id."""
         self._places = asyncio.Semaphore(MAX_OPEN)
 
-    async def _summaries(self) -> Mapping[str, JobSummary]:
-        """Return the summary of each run, by its id."""
+    async def _summaries(self) -> list[JobSummary]:
+        """Return the summary of each run."""
         await self._read_list()
         entries = self._entries
         self._ended = {run: self._ended[run] for run in entries if run in self._ended}
         stored = await asyncio.gather(*map(self._read_stored, entries.values()))
-        return {entry.id: _of_run(entry, each) for entry, each in zip(entries.values(), stored, strict=True)}
+        return [_of_run(entry, each) for entry, each in zip(entries.values(), stored, strict=True)]
 
     @asynccontextmanager
     async def open(self, run: str) -> AsyncIterator[tuple[str, Service]]:
@@ -107,16 +100,15 @@ class RunServices:
             finally:
                 await database.close()
 
-    async def usage(self, seconds: float, points: int, largest: int, by: UsageGroup) -> UsageView:
-        """Return the replicas that the runs have used in the last `seconds`; see `usage` of the core."""
-        now = self.clock()
+    async def used_replicas(self, since: float, now: float, by: UsageGroup) -> list[UsedReplicas]:
+        """Return the replicas that the runs have used since a time, by their ids or those of their jobs."""
 
         async def used(entry: RunEntry) -> list[UsedReplicas]:
-            if entry.run.ended_at is not None and entry.run.ended_at < now - seconds:
+            if entry.run.ended_at is not None and entry.run.ended_at < since:
                 return []
             try:
                 async with self._database(entry) as database:
-                    found = await database.read_long(jobs.used_replicas, now - seconds, now)
+                    found = await database.read_long(jobs.used_replicas, since, now)
             except UnavailableError:
                 return []
             end = now if entry.state is None else entry.run.ended_at or now
@@ -126,12 +118,12 @@ class RunServices:
             ]
 
         parts = await asyncio.gather(*map(used, self._entries.values()))
-        return usage([each for part in parts for each in part], now - seconds, now, points, largest, by)
+        return [each for part in parts for each in part]
 
     async def _read_list(self) -> None:
         try:
             entries = await asyncio.to_thread(read_entries, self._path)
-        except RunListError as error:
+        except UsageError as error:
             raise UnavailableError(str(error)) from None
         self._entries = {entry.id: entry for entry in entries}
 
@@ -152,7 +144,9 @@ class RunServices:
             return read
         try:
             async with self._database(entry) as database:
-                found = await database.read_long(_summary, entry.job), ""
+                found: _Read = await database.read_long(_summary, entry.job), ""
+        except NotFoundError:
+            found = None, ""
         except (UnavailableError, UnreadableJobError) as error:
             return None, str(error)
         except Exception as error:
@@ -164,14 +158,9 @@ class RunServices:
         return found
 
 
-def _summary(transaction: Transaction, job_id: str) -> JobSummary | None:
-    """Return the summary of a job; None if the service has not stored it."""
-    try:
-        job = jobs.find_job(transaction, job_id)
-    except NotFoundError:
-        return None
-    report = reports.latest_report(transaction, job)
-    return summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
+def _summary(transaction: Transaction, job_id: str) -> JobSummary:
+    """Return the summary of a job."""
+    return summary_reader(transaction, [job_id])(jobs.find_job(transaction, job_id))[0]
 
 
 def _of_run(entry: RunEntry, read: _Read) -> JobSummary:

@@ -5,14 +5,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Database
 from adascale_api.data.job import StoredJob
-from adascale_api.data.sql import Transaction
 from adascale_api.data.store import heartbeats, jobs
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.store.reports import Retention
@@ -31,7 +30,7 @@ from adascale_api.service.summaries import Summaries, read_summaries
 from adascale_core.messages.registration import Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous.rendezvous import VersionMismatchError
-from adascale_core.views.usage import UsageGroup, UsageView, usage
+from adascale_core.views.usage import UsageGroup, UsedReplicas
 
 RETENTION_INTERVAL = 600.0
 """Seconds between two searches for old jobs."""
@@ -49,24 +48,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class JobRetention:
-    """How long jobs are kept after the last change and the last report, in seconds."""
-
-    finished: float = 14 * DAY
-    unfinished: float = 90 * DAY  # jobs whose agents and controller have gone without deleting them
-
-
-DEFAULT_REPORTS = Retention()
-DEFAULT_JOBS = JobRetention()
-
-
-@dataclass(frozen=True)
 class Settings:
     """What the service keeps, and for whom."""
 
     protect_reads: bool = False
-    reports: Retention = DEFAULT_REPORTS
-    jobs: JobRetention = DEFAULT_JOBS
+    reports: Retention = field(default_factory=Retention)
+    # For how long jobs are kept after the last change and the last report:
+    finished_days: int = 14
+    unfinished_days: int = 90  # jobs whose agents and controller have gone without deleting them
     logs: Path | None = None  # the folder with `replica-<index>.log`; None if the output is elsewhere
 
 
@@ -93,7 +82,7 @@ class Service:
         self.log = ChangeLog()
         self.summaries = Summaries(partial(read_summaries, database))
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
-        self.metrics = Metrics(database.condition, self.connections)
+        self.metrics = Metrics(database, self.connections)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @asynccontextmanager
@@ -103,7 +92,7 @@ class Service:
         repeated: list[tuple[Callable[[], Awaitable[None]], float]] = [
             (self.heartbeats.check, HEARTBEAT_INTERVAL),
             (self.database.check, CHECK_INTERVAL),
-            (lambda: remove_old_jobs(self.database, self.settings.jobs, self.clock()), RETENTION_INTERVAL),
+            (lambda: remove_old_jobs(self.database, self.settings, self.clock()), RETENTION_INTERVAL),
             (self.connections.close_overdue, SWEEP_INTERVAL),
         ]
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
@@ -163,15 +152,9 @@ class Service:
         except VersionMismatchError as error:
             raise RefusedReplicaError(str(error), self.heartbeats.timeout) from error
 
-    async def usage(self, seconds: float, points: int, largest: int, by: UsageGroup) -> UsageView:
-        """Return the replicas that jobs have used in the last `seconds`; see `usage` of the core."""
-        now = self.clock()
-
-        def query(transaction: Transaction) -> UsageView:
-            used = jobs.used_replicas(transaction, now - seconds, now)
-            return usage(used, now - seconds, now, points, largest, by)
-
-        return await self.database.read_long(query)
+    async def used_replicas(self, since: float, now: float, _by: UsageGroup) -> list[UsedReplicas]:
+        """Return the replicas that jobs have used since a time."""
+        return await self.database.read_long(jobs.used_replicas, since, now)
 
     def changed(self, job_id: str, job: StoredJob | None) -> None:
         """Wake the requests that wait for a change of a job; None if it is deleted or not known here."""
@@ -207,9 +190,12 @@ async def delete_in_pieces(database: Database, job_id: str, now: float) -> None:
         pass
 
 
-async def remove_old_jobs(database: Database, retention: JobRetention, now: float) -> None:
-    """Delete the jobs that are older than the retention allows."""
-    finished_before, unfinished_before = now - retention.finished, now - retention.unfinished
+async def remove_old_jobs(database: Database, settings: Settings, now: float) -> None:
+    """Delete the jobs that are older than the settings allow."""
+    finished_before, unfinished_before = (
+        now - settings.finished_days * DAY,
+        now - settings.unfinished_days * DAY,
+    )
     for job_id in await database.read_long(jobs.old_jobs, finished_before, unfinished_before, MAX_REMOVED):
         try:
             await delete_in_pieces(database, job_id, now)

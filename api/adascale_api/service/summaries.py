@@ -2,14 +2,13 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from pydantic import TypeAdapter
 
 from adascale_api.data.database import Database
-from adascale_api.data.job import skip_unreadable
+from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_core.views.job_summary import JobSummary, summarize
@@ -38,22 +37,14 @@ class SummaryList:
 _list = TypeAdapter(SummaryList)
 
 
-@dataclass(frozen=True)
-class Document:
-    """What a page reads, unless it has it already."""
-
-    content: bytes
-
-    @cached_property
-    def etag(self) -> str:
-        """Identifies the content."""
-        return f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
+Document = tuple[bytes, str]
+"""What a page reads, and its `ETag`: it reads it only if it does not have it already."""
 
 
 class Summaries:
     """Reads the summaries once for all clients that ask at about the same time."""
 
-    def __init__(self, read: Callable[[], Awaitable[Mapping[str, JobSummary]]]) -> None:
+    def __init__(self, read: Callable[[], Awaitable[list[JobSummary]]]) -> None:
         self._read = read
         self._task: asyncio.Task[Document] | None = None
         self._expires_at = 0.0
@@ -67,32 +58,26 @@ class Summaries:
         return await asyncio.shield(self._task)
 
     async def _make(self) -> Document:
-        found = list((await self._read()).values())
+        found = await self._read()
         interval = max(INTERVAL, len(found) / JOBS_PER_SECOND)
         self._expires_at = asyncio.get_running_loop().time() + max(MAX_AGE, interval - INTERVAL)
         content = _list.dump_json(SummaryList(found, len(found) >= MAX_JOBS, interval))
-        return Document(content)
+        return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
-async def read_summaries(database: Database) -> dict[str, JobSummary]:
+async def read_summaries(database: Database) -> list[JobSummary]:
     """Return the summaries of the first `MAX_JOBS` jobs of a database, by id."""
-    found: dict[str, JobSummary] = {}
+    found: list[JobSummary] = []
     after: str | None = ""
     while after is not None and len(found) < MAX_JOBS:
-        page, after = await database.read_long(_read_page, after)
-        found |= page
+        page, after = await database.read_long(jobs.list_jobs, after, PAGE_SIZE, summary_reader)
+        found += page
     return found
 
 
-def _read_page(transaction: Transaction, after: str) -> tuple[dict[str, JobSummary], str | None]:
-    """Return a page of summaries, and the `after` of the next page; None after the last."""
-    page = jobs.list_jobs(transaction, after, PAGE_SIZE)
-    if not page.jobs:
-        return {}, page.next
-    latest = reports.latest_rows(transaction, [job.id for job in page.jobs])
-    summaries = {}
-    for job in page.jobs:
-        with skip_unreadable():
-            report = reports.parse_report(job.id, latest.get(job.id))
-            summaries[job.id] = summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
-    return summaries, page.next
+def summary_reader(
+    transaction: Transaction, ids: Sequence[str]
+) -> Callable[[StoredJob], tuple[JobSummary, int]]:
+    """Return what makes the summary of one of these jobs."""
+    latest = reports.latest_reports(transaction, ids)
+    return lambda job: (summarize(job.id, job.spec, job.rendezvous, latest(job.id), job.created_at), 0)

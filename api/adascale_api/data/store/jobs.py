@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from adascale_api.data.job import StoredJob, reading, skip_unreadable
 from adascale_api.data.sql import Sql, Transaction, upsert
@@ -25,6 +24,8 @@ DELETED_REPORTS = 1000
 """Reports of a job that one commit removes, at most 5 MB: other writes wait for it."""
 MAX_PAGE = 512 * 1024
 """Bytes of the jobs that are read or answered together, unless a single job has more."""
+JOBS_TOGETHER = 25
+"""Jobs of which what is small is read together."""
 MAX_UNDECLARED = 200
 """Jobs of a namespace that workers have created and the controller has not declared."""
 EPOCH = 1_577_836_800.0
@@ -51,39 +52,14 @@ class JobNotFoundError(NotFoundError):
         )
 
 
-class TooManyJobsError(UnavailableError):
-    """The workers of a namespace have created too many jobs."""
-
-    def __init__(self, namespace: str) -> None:
-        super().__init__(
-            f"namespace {namespace} has {MAX_UNDECLARED} jobs that were not declared: declare this one, or "
-            "delete some of them; nothing was stored"
-        )
-
-
 TransitionRule = Callable[..., Rendezvous]
 """A function of the core that returns the next state of a rendezvous, given its state and `declared`."""
 
 
-class PageRoom:
-    """The room for jobs that are read or answered together."""
-
-    def __init__(self) -> None:
-        self._used = 0
-
-    def takes(self, size: int) -> bool:
-        """Whether there is room for a job of `size` bytes, which it takes. The first job always has room."""
-        is_first = not self._used
-        self._used += size
-        return is_first or self._used <= MAX_PAGE
-
-
-@dataclass(frozen=True)
-class JobPage:
-    """Some jobs, by id."""
-
-    jobs: list[StoredJob]  # without those that can't be read, which are logged
-    next: str | None  # the `after` of the next page; None on the last page
+T = TypeVar("T")
+Reader = Callable[[Transaction, Sequence[str]], Callable[[StoredJob], tuple[T, int]]]
+"""Reads what is small of some jobs, by their ids, and returns what makes something of one of them, with the
+bytes that it has besides the state of the job, approximately."""
 
 
 # -- reading --------------------------------------------------------------------------------------------
@@ -91,43 +67,53 @@ class JobPage:
 
 def find_job(transaction: Transaction, job_id: str) -> StoredJob:
     """Return a job."""
-    return find_jobs(transaction, [job_id])(job_id)
+    found = transaction.first(_FIND, id=job_id)
+    if found is None:
+        raise JobNotFoundError(job_id)
+    return _load(transaction, job_id, *found)
 
 
-def find_jobs(transaction: Transaction, ids: Sequence[str]) -> Callable[[str], StoredJob]:
-    """Find jobs, and return a function that returns one of them by its id."""
-    found = {job_id: (key, version) for job_id, key, version in transaction.all_of(_FIND, ids)}
-
-    def load(job_id: str) -> StoredJob:
-        if job_id not in found:
-            raise JobNotFoundError(job_id)
-        return _load(transaction, job_id, *found[job_id])
-
-    return load
+def incomplete_ids(transaction: Transaction) -> list[str]:
+    """Return the ids of all jobs that are not complete."""
+    return [job_id for (job_id,) in transaction.all(_INCOMPLETE)]
 
 
-def list_ids(transaction: Transaction, after: str, limit: int) -> list[str]:
-    """Return at most `limit` ids of jobs that are greater than `after`, in order."""
-    return [row[0] for row in transaction.all(_PAGE, after=after, limit=limit)]
+def list_jobs(
+    transaction: Transaction, after: str, limit: int, reader: Reader[T]
+) -> tuple[list[T], str | None]:
+    """Return at most `limit` jobs with an id greater than `after`, and the next `after`; None at the end."""
+    ids = [job_id for (job_id,) in transaction.all(_PAGE, after=after, limit=limit + 1)]
+    found, _, last = read_jobs(transaction, [(each, each) for each in ids[:limit]], after, reader)
+    return found, last if ids and last != ids[-1] else None
 
 
-def list_jobs(transaction: Transaction, after: str, limit: int, *, incomplete: bool = False) -> JobPage:
-    """Return at most `limit` jobs with an id greater than `after`, whose states have room together.
+def read_jobs(
+    transaction: Transaction, ids: Sequence[tuple[str, str]], position: str, reader: Reader[T]
+) -> tuple[list[T], list[str], str]:
+    """Return the jobs that have room together, the ids of those that do not exist, and the position.
 
-    If `incomplete`, only those that are not complete.
+    `ids` has the position after each. A job that can't be read is logged, and left out.
     """
-    rows = transaction.all(_INCOMPLETE_PAGE if incomplete else _PAGE, after=after, limit=limit + 1)
-    found: list[StoredJob] = []
-    room, done = PageRoom(), None
-    for job_id, key, version in rows[:limit]:
-        # Deleted since the rows were read, if it is not found.
-        with skip_unreadable(), suppress(JobNotFoundError):
-            job = _load(transaction, job_id, key, version)
-            if not room.takes(len(job.rendezvous_text)):
-                return JobPage(found, done)
-            found.append(job)
-        done = job_id
-    return JobPage(found, done if len(rows) > limit else None)
+    found: list[T] = []
+    missing: list[str] = []
+    used = 0
+    for start in range(0, len(ids), JOBS_TOGETHER):
+        together = [job_id for job_id, _ in ids[start : start + JOBS_TOGETHER]]
+        states = {job_id: state for job_id, *state in transaction.all_of(_FIND_ALL, together)}
+        read = reader(transaction, together)
+        for job_id, after in ids[start : start + JOBS_TOGETHER]:
+            with skip_unreadable():
+                if job_id in states:
+                    job = _load(transaction, job_id, *states[job_id])
+                    made, size = read(job)
+                    used += size + len(job.rendezvous_text)
+                    if found and used > MAX_PAGE:
+                        return found, missing, position
+                    found.append(made)
+                else:
+                    missing.append(job_id)
+            position = after
+    return found, missing, position
 
 
 def old_jobs(
@@ -360,7 +346,10 @@ def _require_room(transaction: Transaction, job_id: str) -> None:
     prefix = f"{namespace}."
     found = transaction.first(_UNDECLARED, prefix=prefix, length=len(prefix))
     if found is not None and found[0] >= MAX_UNDECLARED:
-        raise TooManyJobsError(namespace)
+        raise UnavailableError(
+            f"namespace {namespace} has {MAX_UNDECLARED} jobs that were not declared: declare this one, or "
+            "delete some of them; nothing was stored"
+        )
 
 
 def _load(transaction: Transaction, job_id: str, key: int, version: int) -> StoredJob:
@@ -432,7 +421,8 @@ def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | No
 
 
 _LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")
-_FIND = "SELECT id, key, version FROM jobs WHERE id IN ({ids})"
+_FIND = Sql("SELECT key, version FROM jobs WHERE id = :id")
+_FIND_ALL = "SELECT id, key, version FROM jobs WHERE id IN ({ids})"
 _LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")
 _UPSERT_LOG = upsert("logs", "job_key, replica", "instance", "log", "stored_at")
 _REMOVE_OLD_LOGS = Sql(
@@ -444,10 +434,8 @@ _REMOVE_OLD_LOGS = Sql(
     """
 )
 _LOCK = Sql("SELECT key, version FROM jobs WHERE id = :id", lock=True)
-_PAGE = Sql("SELECT id, key, version FROM jobs WHERE id > :after ORDER BY id LIMIT :limit")
-_INCOMPLETE_PAGE = Sql(
-    "SELECT id, key, version FROM jobs WHERE id > :after AND complete = 0 ORDER BY id LIMIT :limit"
-)
+_PAGE = Sql("SELECT id FROM jobs WHERE id > :after ORDER BY id LIMIT :limit")
+_INCOMPLETE = Sql("SELECT id FROM jobs WHERE complete = 0")
 _UNDECLARED = Sql("SELECT count(*) FROM jobs WHERE spec IS NULL AND substr(id, 1, :length) = :prefix")
 _CREATE = Sql(
     """

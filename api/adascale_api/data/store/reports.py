@@ -7,7 +7,8 @@ steps, so a job of a year takes a bounded size.
 import json
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from operator import attrgetter
@@ -32,13 +33,11 @@ MIN_STEP_TIME = 1e-9
 MAX_PLANS = 256
 """Batch plans of a job whose step times are kept, the latest."""
 
+logger = logging.getLogger(__name__)
+
 
 _Place = tuple[int, int]
 """The generation and step of a report."""
-_Plan = tuple[Any, ...]
-"""The values of the columns of `_PLAN`."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,46 +53,31 @@ class Retention:
         return self.newest + 2 * self.earlier
 
 
-@dataclass(frozen=True)
-class Posted:
-    """How many reports were stored and repeated, and the job."""
-
-    stored: int
-    repeated: int
-    job: StoredJob
-
-
-@dataclass(frozen=True)
-class _Times:
-    """The latest step times of a batch plan, and their latest sync times."""
-
-    seconds: "array[float]"
-    sync: "array[float]"
-    is_stored: bool  # whether the plan has a row
-
-
 def post(
     transaction: Transaction,
     job_id: str,
     new: Sequence[GainReport],
     now: float,
     retention: Retention = Retention(),
-) -> Posted:
-    """Store reports, each (generation, step) once. Creates the job if it does not exist.
+) -> tuple[int, int, StoredJob]:
+    """Store reports, each (generation, step) once, and return how many were new and repeated, and the job.
 
-    If the newest one names a slow replica, a spare may take its place.
+    Creates the job if it does not exist. If the newest one names a slow replica, a spare may take its place.
     """
     job = lock_for_worker(transaction, job_id, max(new, key=attrgetter("generation")), now)
     # Before any row is written: an unreadable one must leave the transaction without an effect.
     before = _measurements(transaction, job) or (-1, -1, 0, 0)
     unstored = _unstored(transaction, job.key, new, (before[0], before[1]))
     reports = list(unstored.values())
-    times = _times(transaction, job, reports)
+    times, are_known = _times(transaction, job, reports)
     if reports:
         newest = max((before[0], before[1]), *unstored)
         received, kept = before[2] + len(reports), before[3] + len(reports)
         transaction.execute_for_each(_INSERT, [_row(job.key, report) for report in reports])
-        _store_times(transaction, job.key, times, received)
+        for row in times:
+            transaction.execute(_UPSERT_STEP_TIMES, job_key=job.key, received=received, **row)
+        if not are_known:
+            transaction.execute(_REMOVE_OLD_PLANS, key=job.key, limit=MAX_PLANS)
         if kept >= retention.limit:
             earlier = float(retention.earlier)
             kept -= transaction.execute(_THIN, key=job.key, newest=retention.newest, earlier=earlier)
@@ -110,36 +94,28 @@ def post(
         # Most reports name none, and do not concern the generations.
         if latest is not None and (latest.slow_replica is not None or job.rendezvous.slow_places.places):
             job = apply(transaction, job, rendezvous.report, latest=latest, now=now)
-    return Posted(len(reports), len(new) - len(reports), job)
+    return len(reports), len(new) - len(reports), job
 
 
-def latest_report(transaction: Transaction, job: StoredJob) -> GainReport | None:
-    """Return the report of the highest generation and, in it, of the highest step."""
-    return parse_report(job.id, latest_rows(transaction, [job.id]).get(job.id))
+def latest_reports(transaction: Transaction, ids: Sequence[str]) -> Callable[[str], GainReport | None]:
+    """Read the latest reports of jobs, by generation and step, and return what returns that of one.
 
-
-def latest_rows(transaction: Transaction, ids: Sequence[str]) -> dict[str, Row]:
-    """Return the latest reports of those of the jobs that have one, by job id.
-
-    They are for `parse_report`, so that a report that can't be read harms its own job only.
+    One that can't be read harms its own job only.
     """
-    return {row[0]: row[1:] for row in transaction.all_of(_LATEST, ids)}
+    rows = {job_id: row for job_id, *row in transaction.all_of(_LATEST, ids)}
+    return lambda job_id: _parse_report(job_id, rows[job_id]) if job_id in rows else None
 
 
-def latest_gauges(transaction: Transaction) -> list[tuple[str, list[float]]]:
+def latest_gauges(transaction: Transaction) -> list[Row]:
     """Return the id and (gain, efficiency, progress, replicas, local batch size) of the latest report of each
     job that is not complete. Those that can't be read are logged, and are not among them."""
-    readable = []
-    for job_id, *numbers in transaction.all(_ALL_LATEST):
-        try:
-            gauges = [float(number) for number in numbers]
-        except (ValueError, TypeError):
-            gauges = []
-        if gauges and all(map(isfinite, gauges)) and gauges[1] > 0:
-            readable.append((job_id, gauges))
-        else:
-            logger.error("the latest report of job %s has a number that is not valid", job_id)
-    return readable
+    rows = transaction.all(_GAUGES)
+    valid = [
+        row for row in rows if all(isinstance(each, (int, float)) and isfinite(each) for each in row[1:])
+    ]
+    for job_id, *_ in {*rows}.difference(valid):
+        logger.error("the latest report of job %s has a number that is not valid", job_id)
+    return valid
 
 
 def history(transaction: Transaction, job: StoredJob, points: int) -> HistoryView:
@@ -153,33 +129,25 @@ def history(transaction: Transaction, job: StoredJob, points: int) -> HistoryVie
     return HistoryView(job.id, received, [_parse_report(job.id, row) for row in rows])
 
 
-def step_times(transaction: Transaction, job: StoredJob) -> list[StepTime]:
-    """Return the step time of each batch plan, number of nodes and accelerator: the median of the latest."""
-    return parse_step_times(job.id, step_time_rows(transaction, [job.id]).get(job.id, []))
+def step_times(transaction: Transaction, ids: Sequence[str]) -> Callable[[str], list[StepTime]]:
+    """Read the step times of jobs, and return what returns those of one.
+
+    It has one for each batch plan, number of nodes and accelerator: the median of the latest.
+    """
+    rows: defaultdict[str, list[Row]] = defaultdict(list)
+    for job_id, *row in transaction.all_of(_STEP_TIMES, ids):
+        rows[job_id].append(tuple(row))
+
+    def parse(job_id: str) -> list[StepTime]:
+        # The plan of the newest report is the one of which none was received since.
+        present = max((row[0] for row in rows[job_id] if row[-1] == 0), default=None)
+        with reading(job_id):
+            return [_step_time(present, *row) for row in rows[job_id]]
+
+    return parse
 
 
-def step_time_rows(transaction: Transaction, ids: Sequence[str]) -> dict[str, list[Row]]:
-    """Return the step times of jobs, by job id, for `parse_step_times`."""
-    found: dict[str, list[Row]] = {}
-    for row in transaction.all_of(_STEP_TIMES, ids):
-        found.setdefault(row[0], []).append(row[1:])
-    return found
-
-
-def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
-    """Return the step times in rows, of which the last column is the number of reports received since."""
-    # The plan of the newest report is the one that none came after.
-    present = max((row[0] for row in rows if row[-1] == 0), default=None)
-    with reading(job_id):
-        return [_step_time(present, *row) for row in rows]
-
-
-def parse_report(job_id: str, row: Row | None) -> GainReport | None:
-    """Return the report in a row; None without one."""
-    return None if row is None else _parse_report(job_id, row)
-
-
-def _parse_report(job_id: str, row: Row) -> GainReport:
+def _parse_report(job_id: str, row: Sequence[Any]) -> GainReport:
     *numbers, text, _, counts_samples = row
     with reading(job_id):
         metrics = json.loads(text) if text else {}
@@ -252,49 +220,28 @@ def _row(key: int, report: GainReport) -> Row:
     return (key, *numbers, json.dumps(metrics) if metrics else "", accelerator, int(counts_samples))
 
 
-def _times(transaction: Transaction, job: StoredJob, new: Sequence[GainReport]) -> dict[_Plan, _Times]:
-    """Return the step times of the batch plans of reports, kept and new."""
-    found: dict[_Plan, _Times] = {}
+def _times(
+    transaction: Transaction, job: StoredJob, new: Sequence[GainReport]
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the latest step times of the batch plans of reports, and whether all plans have some already."""
+    of_plans: defaultdict[Row, list[GainReport]] = defaultdict(list)
     for report in new:
-        if report.step_time < MIN_STEP_TIME:
-            continue
-        plan = _plan(report)
-        times = found.get(plan)
-        if times is None:
-            times = found[plan] = _kept_times(transaction, job, plan)
-        times.seconds.append(report.step_time)
-        if report.sync_time is not None:
-            times.sync.append(report.sync_time)
-    return found
-
-
-def _kept_times(transaction: Transaction, job: StoredJob, plan: _Plan) -> _Times:
-    """Return the step times of a batch plan that are kept."""
-    row = transaction.first(_STEP_TIMES_OF_PLAN, key=job.key, **_named(plan))
-    if row is None:
-        return _Times(array("d"), array("d"), is_stored=False)
-    with reading(job.id):
-        return _Times(_unpack(row[0]), _unpack(row[1]), is_stored=True)
-
-
-def _store_times(
-    transaction: Transaction, key: int, times_of_plans: Mapping[_Plan, _Times], received: int
-) -> None:
-    for plan, times in times_of_plans.items():
-        transaction.execute(
-            _UPSERT_STEP_TIMES,
-            job_key=key,
-            seconds=times.seconds[-REPORTS_PER_STEP_TIME:].tobytes(),
-            sync_seconds=times.sync[-REPORTS_PER_STEP_TIME:].tobytes(),
-            received=received,
-            **_named(plan),
-        )
-    if not all(times.is_stored for times in times_of_plans.values()):
-        transaction.execute(_REMOVE_OLD_PLANS, key=key, limit=MAX_PLANS)
-
-
-def _named(plan: _Plan) -> dict[str, Any]:
-    return dict(zip(_PLAN, plan, strict=True))
+        if report.step_time >= MIN_STEP_TIME:
+            of_plans[_plan(report)].append(report)
+    rows = []
+    are_known = True
+    for plan, reports in of_plans.items():
+        columns: dict[str, Any] = dict(zip(_PLAN, plan, strict=True))
+        row = transaction.first(_STEP_TIMES_OF_PLAN, key=job.key, **columns)
+        are_known = are_known and row is not None
+        with reading(job.id):
+            seconds, sync = map(_unpack, row or (b"", b""))
+        seconds.extend(report.step_time for report in reports)
+        sync.extend(report.sync_time for report in reports if report.sync_time is not None)
+        for name, times in (("seconds", seconds), ("sync_seconds", sync)):
+            columns[name] = times[-REPORTS_PER_STEP_TIME:].tobytes()
+        rows.append(columns)
+    return rows, are_known
 
 
 _REPORT = tuple(GainReport.__dataclass_fields__)
@@ -316,19 +263,15 @@ _UPSERT_MEASUREMENTS = upsert(
     "measurements", "job_key", "generation", "step", "received", "kept", "reported_at"
 )
 _FROM_LATEST = """
-    FROM jobs
-    JOIN measurements ON measurements.job_key = jobs.key
+    FROM jobs JOIN measurements ON measurements.job_key = jobs.key
     JOIN reports ON reports.job_key = measurements.job_key
         AND reports.generation = measurements.generation AND reports.step = measurements.step
     """
-_ALL_LATEST = Sql(
-    f"""
-    SELECT jobs.id, gain, gain / nullif(scale, 0), progress, replicas, local_bsz {_FROM_LATEST}
-    WHERE complete = 0
-    ORDER BY jobs.id
-    """
-)
 _LATEST = f"SELECT jobs.id, {_OF_REPORT} {_FROM_LATEST} WHERE jobs.id IN ({{ids}})"
+_GAUGES = Sql(
+    f"SELECT jobs.id, gain, gain / nullif(scale, 0), progress, replicas, local_bsz {_FROM_LATEST} "
+    "WHERE complete = 0 ORDER BY jobs.id"
+)
 _SPREAD = Sql(
     f"""
     SELECT {_COLUMNS} FROM (
