@@ -4,11 +4,13 @@
 
 Stores jobs with their reports, starts the metrics service, and opens the page. Then every job reports once a
 second, while the list of jobs and the page of one job are open. `--serve` keeps the service running instead,
-to look at the page. Needs Chromium; see CONTRIBUTING.md.
+to look at the page, and `--pages 100` sends what so many open lists send. Needs Chromium, as CONTRIBUTING.md
+says.
 """
 
 import argparse
 import asyncio
+import http.client
 import json
 import math
 import random
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--reports", type=int, default=1_000_000, help="of all jobs (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of updates (default: %(default)s)")
     parser.add_argument("--chromium", default="/usr/bin/chromium", help="default: %(default)s")
+    parser.add_argument("--pages", type=int, default=0, help="measure so many clients in place of Chromium")
     parser.add_argument("--serve", action="store_true", help="only run the service, until Ctrl-C")
     options = parser.parse_args()
     token = secrets.token_hex(16)
@@ -66,6 +69,8 @@ def main() -> None:
             if options.serve:
                 print(f"http://127.0.0.1:{service.port}/", flush=True)
                 service.process.wait()
+            elif options.pages:
+                measure_pages(service, options.pages, options.seconds)
             else:
                 measure(service, options)
             ended.set()
@@ -179,6 +184,44 @@ def report_all(port: int, token: str, count: int, ended: threading.Event) -> Non
                     send("PUT", f"{job}/replicas/{index}", running.to_json())
             report = a_report(0.99 + (step - 1_000_000) * 1e-4, 3, step, time.time())
             send("POST", f"{job}/gain", report.to_json())
+
+
+def measure_pages(service: RunningService, count: int, seconds: float) -> None:
+    """Measure what the requests of open lists cost, and how late the lists get a report."""
+    ended = threading.Event()
+    late: list[float] = []
+
+    def ask(path: str, interval: float, number: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", service.port)
+        etag, last_step, last_time = "", 0, 0.0
+        ended.wait(interval * number / count)
+        while not ended.is_set():
+            connection.request("GET", path, headers={"If-None-Match": etag})
+            answer = connection.getresponse()
+            content = answer.read()
+            if answer.status == 200 and path == "/summaries":
+                etag = answer.headers["ETag"]
+                report = json.loads(content)["jobs"][0]["latest"]
+                if last_step and (new := report["step"] - last_step):
+                    # The first of the new ones, which are posted at equal intervals.
+                    late.append(time.time() - last_time - (report["time"] - last_time) / new)
+                last_step, last_time = report["step"], report["time"]
+            ended.wait(interval)
+
+    costs = []
+    for paths in ((), (("/summaries", 2.0), ("/usage?seconds=3600&points=240&by=job", 5.0))):
+        for path, interval in paths:
+            for number in range(count):
+                threading.Thread(target=ask, args=(path, interval, number), daemon=True).start()
+        time.sleep(10.0)  # until all are open
+        before = service.processor_time
+        time.sleep(seconds)
+        costs.append((service.processor_time - before) / seconds)
+    ended.set()
+    print(
+        f"{count} pages: {costs[1] - costs[0]:.3f} cores besides {costs[0]:.3f} for the reports; "
+        f"a report is shown after {statistics.median(late):.1f} s, at most {max(late):.1f} s"
+    )
 
 
 def measure(service: RunningService, options: argparse.Namespace) -> None:
