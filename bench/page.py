@@ -209,7 +209,7 @@ def measure_pages(service: RunningService, count: int, seconds: float) -> None:
             ended.wait(interval)
 
     costs = []
-    for paths in ((), (("/summaries", 2.0), ("/usage?seconds=3600&points=240&by=job", 5.0))):
+    for paths in ((), (("/summaries", 2.0), ("/usage?seconds=3600&points=240&by=job", 15.0))):
         for path, interval in paths:
             for number in range(count):
                 threading.Thread(target=ask, args=(path, interval, number), daemon=True).start()

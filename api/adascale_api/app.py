@@ -97,7 +97,7 @@ def create_app(
     )
     app.state.service = service
     add_error_handlers(app)
-    for routes in (workers, gain, jobs, logs, page, probes):
+    for routes in (page, workers, gain, jobs, logs, probes):
         app.include_router(routes.router)
     app.include_router(jobs.changes_router)
     return app

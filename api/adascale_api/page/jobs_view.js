@@ -11,7 +11,7 @@ const TALLIES = {
   Jobs: STATES, Training: ["Running", "Rescaling", "Recovering", "Stopping"], Starting: ["Starting"], Pending: ["Pending"],
   Stopped: ["Suspended", "Stopped", "Unknown"], Failed: ["Failed"], Complete: ["Complete"],
 };
-const USAGE_INTERVAL = 5000;
+const USAGE_INTERVAL = 15000;
 // What the use is grouped by, with the singular and plural of those that are summed.
 const GROUPS = { job: ["job", "jobs"], namespace: ["namespace", "namespaces"] };
 const RANGES = [["10 minutes", 600], ["1 hour", 3600], ["6 hours", 21600], ["1 day", 86400], ["7 days", 604800]];

@@ -113,9 +113,9 @@ def _requires(role: Role, *, always: bool = True) -> list[Any]:
     Unless `always`, only if the service protects reads.
     """
 
-    async def require(request: Request, service: ServiceOf, job: JobOrNone, _documented: Documented) -> None:
-        if always or service.settings.protect_reads:
-            await authorize(request, service, role, job)
+    async def require(request: Request, target: Target, _documented: Documented) -> None:
+        if always or target[0].settings.protect_reads:
+            await authorize(request, target[0], role, target[1])
 
     return [Depends(require)]
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.staticfiles import StaticFiles
 
-from adascale_api.routes.common import READER, ServiceOf, errors
+from adascale_api.routes.common import READER, ServiceOf, answer, errors
 from adascale_api.service.summaries import SummaryList
 from adascale_core.views.usage import UsageGroup, UsageView, usage
 
@@ -74,6 +74,7 @@ async def get_summaries(service: ServiceOf, request: Request) -> Response:
     "/usage",
     summary="Read how many replicas jobs have used over time",
     dependencies=READER,
+    response_model=UsageView,
     responses=errors(401, 403, 422, 503),
 )
 async def get_usage(
@@ -83,9 +84,10 @@ async def get_usage(
     ] = 3600,
     points: Annotated[int, Query(ge=1, le=MAX_POINTS, description="The number of intervals.")] = 240,
     by: Annotated[UsageGroup, Query(description="What the replicas are summed by.")] = UsageGroup.JOB,
-) -> UsageView:
+) -> Response:
     """Returns the mean number of replicas in each interval, for each of the jobs or namespaces that have used
     most, and for all others together."""
     now = service.clock()
     used = await service.used_replicas(now - seconds, now, by)
-    return await run_in_threadpool(usage, used, now - seconds, now, points, LISTED, by)
+    found = await run_in_threadpool(usage, used, now - seconds, now, points, LISTED, by)
+    return answer(found, shows_all=True)
