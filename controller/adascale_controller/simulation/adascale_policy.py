@@ -17,7 +17,7 @@ from adascale_controller.simulation.application import Application, fixed_plan
 from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan, plan_batch
-from adascale_core.decision.decide import Contender, Solution, decide
+from adascale_core.decision.decide import Contender, Solution, TypedDemands, decide
 from adascale_core.decision.job_utility import JobState
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
@@ -130,12 +130,13 @@ class AdaScalePolicy:
         """Return a job as the decision sees it, with the types on which it may run if there are several."""
         types = settings.nodes_by_type() if settings.types else {}
         if not types:
-            return Contender(self._state(job, settings, now), self._demand(job, "", job.nodes, types))
+            demand = self._demand(job, "", job.nodes, types)
+            return Contender(self._state(job, settings, now), TypedDemands(demand))
         present = settings.type_of(job.nodes) if job.nodes else None
         states = {name: self._state(job, settings, now, name) for name in types}
         demands = {name: self._demand(job, name, job.nodes * (name == present), types) for name in types}
         name = next(iter(types))
-        return Contender(states[name], demands[name], present, states, demands)
+        return Contender(states[name], TypedDemands(demands[name], demands, present=present), states)
 
     def _demand(
         self, job: SimulatedJob, name: str, nodes: tuple[int, ...], types: Mapping[str, Sequence[int]]

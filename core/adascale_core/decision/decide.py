@@ -141,21 +141,38 @@ class DecisionProblem:
 
 
 @dataclass(frozen=True)
+class TypedDemands:
+    """What a job requests of the nodes, and of those of each type that it may run on."""
+
+    any: Demand  # of nodes of any type
+    # type -> what it requests there. Empty if it is not tied to a type.
+    by_type: Mapping[str, Demand] = field(default_factory=lambda: MappingProxyType({}))
+    required: frozenset[str] = frozenset()  # the types on which its pods have to be kept from others
+    present: str | None = None  # the type of its replicas. None if it has none, or is not tied to a type.
+
+    @property
+    def on_present(self) -> Demand:
+        """What it requests of nodes of its present type, if it has one."""
+        return self.any if self.present is None else self.by_type[self.present]
+
+    def accelerator(self, name: str | None) -> Accelerator:
+        """Return a type as that of a decision. None if the job is not tied to a type."""
+        return Accelerator(name, required=name in self.required)
+
+
+@dataclass(frozen=True)
 class Contender:
     """A job that may run, with what it would be on each type of accelerator."""
 
     state: JobState  # if it is not tied to a type
-    # what it requests of the nodes, if it is not tied to a type
-    demand: Demand = field(default_factory=lambda: Demand({}))
-    present: str | None = None  # the type of its replicas. None if it has none, or is not tied to a type.
+    types: TypedDemands = field(default_factory=lambda: TypedDemands(Demand({})))
     states: Mapping[str, JobState] = field(default_factory=lambda: MappingProxyType({}))
-    demands: Mapping[str, Demand] = field(default_factory=lambda: MappingProxyType({}))
 
     def on(self, accelerator: str | None) -> tuple[JobState, Demand]:
         """Return its state and its demand on a type. None if it is not tied to a type."""
         if accelerator is None:
-            return self.state, self.demand
-        return self.states[accelerator], self.demands[accelerator]
+            return self.state, self.types.any
+        return self.states[accelerator], self.types.by_type[accelerator]
 
     @property
     def smallest(self) -> int | None:
@@ -167,8 +184,8 @@ class Contender:
         """The types on which a count is valid."""
         smallest = {name: state.valid_counts[0] for name, state in self.states.items() if state.valid_counts}
         states = {name: self.states[name] for name in smallest}
-        demands = {name: self.demands[name] for name in smallest}
-        return TypeOptions(self.state.id, smallest, demands, self.present, states)
+        demands = {name: self.types.by_type[name] for name in smallest}
+        return TypeOptions(self.state.id, smallest, demands, self.types.present, states)
 
 
 @dataclass(frozen=True)

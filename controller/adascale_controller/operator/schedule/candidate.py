@@ -19,13 +19,13 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, digest_of
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, failed_pods, program_failures
-from adascale_controller.operator.schedule.nodes import TypedDemands, free_nodes, pod_request
+from adascale_controller.operator.schedule.nodes import free_nodes, pod_request
 from adascale_controller.operator.schedule.quota import quota_limit
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.schedule.capacity_requests import CapacityRequests
 from adascale_controller.schedule.measurements import TemplateMeasurements, training_target
 from adascale_controller.schedule.memory import JobMemory, Limit, lowest
-from adascale_core.decision.decide import Contender, Decision, Solution
+from adascale_core.decision.decide import Contender, Decision, Solution, TypedDemands
 from adascale_core.decision.job_utility import JobState
 from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.placement.capacity import NodeCapacity
@@ -152,7 +152,6 @@ class Candidate(Contender):
     """A job on pods that may run."""
 
     observed: ObservedJob = field(kw_only=True)
-    types: TypedDemands = field(kw_only=True)
     # what jobs of its template had reported when the state was computed
     template: tuple[object, ...] = field(kw_only=True)
 
@@ -183,8 +182,8 @@ class Candidate(Contender):
         """Whether two candidates request the same, apart from the nodes and the type of their replicas."""
 
         def compared(each: Candidate) -> object:
-            nodes = {name: demand.nodes for name, demand in each.demands.items()}
-            return replace(each.demand, placed={}), nodes, each.types.required
+            nodes = {name: demand.nodes for name, demand in each.types.by_type.items()}
+            return replace(each.types.any, placed={}), nodes, each.types.required
 
         return compared(self) == compared(other)
 
@@ -237,12 +236,9 @@ def make_candidate(
     }
     return Candidate(
         completed(state),
-        types.any,
-        types.present,
+        types,
         states,
-        types.by_type,
         observed=observed,
-        types=types,
         template=measured.template.reported,
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from decimal import Decimal
 from functools import lru_cache
 from math import ceil
@@ -24,7 +24,7 @@ from adascale_controller.formatting import plural
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, is_ready
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.decision.type_choice import Accelerator
+from adascale_core.decision.decide import TypedDemands
 from adascale_core.names import NO_ACCELERATOR_LABEL
 from adascale_core.placement.packing import PODS, Demand, Node
 
@@ -311,26 +311,6 @@ def _attributes(node: ApiObject) -> str:
         (node.get("status") or {}).get("allocatable"),
     ]
     return json.dumps(selecting, sort_keys=True, default=str)
-
-
-@dataclass(frozen=True)
-class TypedDemands:
-    """What a job requests of the nodes, and of those of each type that it may run on."""
-
-    any: Demand  # of nodes of any type
-    # type -> what it requests there. Empty if it is not tied to a type.
-    by_type: Mapping[str, Demand] = field(default_factory=lambda: MappingProxyType({}))
-    required: frozenset[str] = frozenset()  # the types on which its pods have to be kept from others
-    present: str | None = None  # the type of its replicas. None if it has none, or is not tied to a type.
-
-    @property
-    def on_present(self) -> Demand:
-        """What it requests of nodes of its present type, if it has one."""
-        return self.any if self.present is None else self.by_type[self.present]
-
-    def accelerator(self, name: str | None) -> Accelerator:
-        """Return a type as that of a decision. None if the job is not tied to a type."""
-        return Accelerator(name, required=name in self.required)
 
 
 class AcceleratorTypes:

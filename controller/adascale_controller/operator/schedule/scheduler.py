@@ -20,7 +20,7 @@ from adascale_controller.operator.schedule.candidate import (
     find_preempting,
     make_candidate,
 )
-from adascale_controller.operator.schedule.nodes import AcceleratorTypes, NodeSelection, TypedDemands
+from adascale_controller.operator.schedule.nodes import AcceleratorTypes, NodeSelection
 from adascale_controller.operator.types.actions import Schedule
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.schedule.capacity_requests import (
@@ -38,7 +38,7 @@ from adascale_controller.schedule.standing import (
     requested,
     still_applies,
 )
-from adascale_core.decision.decide import Decision, Solution, capacity_of, decide
+from adascale_core.decision.decide import Decision, Solution, TypedDemands, capacity_of, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.placement.packing import Demand
@@ -193,7 +193,7 @@ class Scheduler:
         ):
             self._jobs_changed = True
         elif (candidate.state, candidate.states) != (before.state, before.states) or (
-            candidate.demand != before.demand
+            candidate.types.any != before.types.any
         ):
             self._measurements_changed = True
 
@@ -416,7 +416,7 @@ class Scheduler:
 
     def _leaving_for(self, candidate: Candidate) -> str | None:
         """Return a job of lower priority whose replicas are about to leave nodes that a job may use."""
-        nodes, priority = candidate.demand.nodes, candidate.growth_priority
+        nodes, priority = candidate.types.any.nodes, candidate.growth_priority
         if priority == min(each.growth_priority for each in self._candidates.values()):
             return None
         for other in self._jobs.values():
