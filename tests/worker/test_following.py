@@ -41,21 +41,24 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 class Program:
     """A training program in miniature: a model with a frozen part and an average of its weights."""
 
-    def __init__(self, make: Callable[[Any], Optimizer], seed: int, *, width: int = 1100) -> None:
+    def __init__(
+        self, make: Callable[[Any], Optimizer], seed: int, *, width: int = 1100, several: bool = False
+    ) -> None:
         torch.manual_seed(seed)
         self.first, self.middle, self.last = nn.Linear(9, width), nn.Linear(width, width), nn.Linear(width, 1)
         self.model = nn.Sequential(self.first, nn.BatchNorm1d(width), nn.ReLU(), self.middle, self.last)
         self.frozen = nn.Linear(600, 600).requires_grad_(False)
         self.average = copy.deepcopy(self.middle.weight.detach())
         self.order = torch.randperm(200_000)
-        self.optimizer = make(list(self.model.parameters()))
+        parts = [self.last, self.model[:-1]] if several else [self.model]
+        self.optimizers = [make(list(part.parameters())) for part in parts]
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
             "frozen": self.frozen.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [each.state_dict() for each in self.optimizers],
             "average": self.average,
             "order": self.order,
             "steps": self.steps,
@@ -64,14 +67,15 @@ class Program:
     def step(self) -> None:
         generator = torch.Generator().manual_seed(self.steps)
         x = torch.randn(8, 9, generator=generator)
-        self.optimizer.zero_grad()
         if self.steps % 3 == 1:
             self.last.bias.requires_grad_(self.steps % 2 == 0)
-        self.model(x).square().sum().backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        for group in self.optimizer.param_groups:
-            group["lr"] *= 0.97
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            self.model.zero_grad()
+            self.model(x).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.97
+            optimizer.step()
         self.average.lerp_(self.middle.weight.detach(), 0.1)
         self.order = torch.randperm(len(self.order), generator=generator)
         self.steps += 1
@@ -88,10 +92,10 @@ def joined(
     """Let a replica follow another one for some steps, or until it has all but the rest."""
     ours, theirs = socket.socketpair()
     found: list[Followed | None] = []
-    follower = StateFollower(joiner.optimizer, ReceiveMemory())
+    follower = StateFollower(joiner.optimizers, ReceiveMemory())
     thread = threading.Thread(target=lambda: found.append(follower.follow(theirs, lambda: None)))
     thread.start()
-    sending = StateSource(source.optimizer, source.state, [ours])
+    sending = StateSource(source.optimizers, source.state, [ours])
     for _ in range(steps):
         source.step()
         if sending.is_complete:
@@ -108,10 +112,11 @@ def joined(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 def test_a_replica_that_follows_the_steps_of_another_has_its_state_bit_for_bit(
-    name: str, steps_before: int
+    name: str, steps_before: int, several: bool
 ) -> None:
-    source, joiner = Program(OPTIMIZERS[name], 1), Program(OPTIMIZERS[name], 2)
+    source, joiner = (Program(OPTIMIZERS[name], seed, several=several) for seed in (1, 2))
     for _ in range(steps_before):
         source.step()
     sending, followed = joined(source, joiner)
@@ -145,7 +150,7 @@ def test_a_replica_that_differs_waits_for_the_whole_state(
 def test_training_continues_if_the_one_that_joins_is_lost() -> None:
     source, calm = Program(OPTIMIZERS["momentum"], 1), Program(OPTIMIZERS["momentum"], 1)
     ours, theirs = socket.socketpair()
-    sending = StateSource(source.optimizer, source.state, [ours])
+    sending = StateSource(source.optimizers, source.state, [ours])
     source.step()
     theirs.close()
     for _ in range(5):
@@ -164,7 +169,7 @@ def test_steps_do_not_wait_for_a_slow_connection(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(following, "MAX_WAIT", 0.0)
     source = Program(OPTIMIZERS["momentum"], 1)
     ours, theirs = socket.socketpair()
-    sending = StateSource(source.optimizer, source.state, [ours])
+    sending = StateSource(source.optimizers, source.state, [ours])
     for _ in range(3):
         source.step()
     assert "too slow" in sending.problem
@@ -185,4 +190,4 @@ def test_a_replica_that_has_received_a_part_keeps_no_moments_of_it() -> None:
     source.step()
     _, followed = joined(source, joiner, steps=1)
     assert followed is None
-    assert not joiner.optimizer.state
+    assert not joiner.optimizers[0].state

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -29,10 +30,9 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_core.errors import AdaScaleError
 from adascale_worker.membership.links import StateNumber
-from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.program.optimizers import Optimizers, OptimizerSet
 from adascale_worker.state.exchange import CHUNK, SMALL, ReceiveMemory, bytes_of
 from adascale_worker.state.file import Snapshot, data_bytes, offsets_of
-from adascale_worker.state.shards import PREVIOUS_GRADIENT
 from adascale_worker.state.tree import TensorIndex, Tree, flatten, layout_of, layouts, memory_of, unflatten
 
 TIMEOUT: Final = 10.0
@@ -85,9 +85,11 @@ class FollowedState(Protocol):
 class StateFollowing:
     """The state of this replica, on its way to or from another one while that trains."""
 
-    def __init__(self, state: FollowedState, optimizer: ElasticAdaScale) -> None:
+    def __init__(self, state: FollowedState, optimizers: Optimizers) -> None:
         self._state = state
-        self._optimizer = optimizer
+        self._discard_comparison = optimizers.discard_comparison
+        parts = optimizers.parts.values() if isinstance(optimizers, OptimizerSet) else [optimizers]
+        self._optimizers = [part.optimizer for part in parts]
         self._source: StateSource | None = None
         self.received: Followed | None = None
         """What this replica has received, until it is a member."""
@@ -101,12 +103,13 @@ class StateFollowing:
 
     def begin(self, connections: Sequence[socket.socket]) -> None:
         """Send the state from the next step on."""
-        self._source = StateSource(self._optimizer.optimizer, self._state.state_dict, connections)
+        self._discard_comparison()
+        self._source = StateSource(self._optimizers, self._state.state_dict, connections)
 
     def finish(self, check: Callable[[], None]) -> None:
         """Send the rest between two steps, if all but the rest was sent. `check` may raise an error."""
         if self._source is not None and (number := self._state.number) is not None:
-            self._optimizer.discard_comparison()
+            self._discard_comparison()
             self._source.send_rest(self._state.state_dict, number, check)
         self.stop()
 
@@ -120,7 +123,7 @@ class StateFollowing:
 
     def receive(self, connection: socket.socket, check: Callable[[], None]) -> None:
         """Receive the state of another replica. `check` may raise an error meanwhile."""
-        follower = StateFollower(self._optimizer.optimizer, self._state.receive_memory)
+        follower = StateFollower(self._optimizers, self._state.receive_memory)
         try:
             self.received = follower.follow(connection, check)
         finally:
@@ -137,20 +140,36 @@ class _LostError(Exception):
 
 
 class _Tensors:
-    """The parameters of an optimizer, with what it keeps for each."""
+    """The parameters of optimizers, with what these keep for each."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-        self.groups = [group for group, _ in places]
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        places = [
+            (each, group, parameter)
+            for each in optimizers
+            for group in each.param_groups
+            for parameter in group["params"]
+        ]
+        self.owners = [owner for owner, _, _ in places]
+        """The optimizer of each parameter."""
+        self.groups = [group for _, group, _ in places]
         """The group of each parameter."""
-        self.parameters = [parameter for _, parameter in places]
+        self.parameters = [parameter for _, _, parameter in places]
+
+    def state(self, number: int) -> dict[str, Any]:
+        """Return what is kept for a parameter."""
+        kept: dict[str, Any] = self.owners[number].state.get(self.parameters[number], {})
+        return kept
+
+    def of(self, optimizer: torch.optim.Optimizer, count: int) -> list[int]:
+        """Return which of the first parameters an optimizer has."""
+        return [number for number in range(count) if self.owners[number] is optimizer]
 
     def large(self, number: int) -> Iterator[tuple[Key, Tensor]]:
         """Yield a parameter, and the tensors of its size."""
         parameter = self.parameters[number]
         yield (number,), parameter
-        for name, value in self.optimizer.state.get(parameter, {}).items():
+        for name, value in self.state(number).items():
             if _is_large(value):
                 yield (number, name), value
 
@@ -161,20 +180,19 @@ class _Tensors:
 
     def small(self, number: int) -> dict[str, Any]:
         """Return the other values that are kept for a parameter."""
-        kept = self.optimizer.state.get(self.parameters[number], {})
-        return {name: value for name, value in kept.items() if not _is_large(value)}
+        return {name: value for name, value in self.state(number).items() if not _is_large(value)}
 
 
 class StateSource:
-    """Sends the state to replicas that join, in hooks of the optimizer's step, and in a thread."""
+    """Sends the state to replicas that join, in hooks of the optimizers' steps, and in a thread."""
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         make_state: Callable[[], Tree],
         connections: Sequence[socket.socket],
     ) -> None:
-        self._tensors = _Tensors(optimizer)
+        self._tensors = _Tensors(optimizers)
         self._connections = connections
         self._sent = 0
         """Parameters that are sent, the first ones."""
@@ -200,11 +218,12 @@ class StateSource:
             connection.settimeout(TIMEOUT)
         self._others = dict(_large_tensors(state, self._tensors))
         self._waiting.extend(self._others)
-        optimizer = self._tensors.optimizer
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._attempt(self._before_step)),
-            optimizer.register_step_post_hook(lambda *_: self._attempt(self._after_step)),
-        ]
+        for number, optimizer in enumerate(self._tensors.optimizers):
+            before = partial(self._before_step, number, optimizer)
+            self._hooks += [
+                optimizer.register_step_pre_hook(lambda *_, before=before: self._attempt(before)),
+                optimizer.register_step_post_hook(lambda *_: self._attempt(self._after_step)),
+            ]
 
     @property
     def is_complete(self) -> bool:
@@ -264,19 +283,20 @@ class StateSource:
             check()
         self._wait(0.0)
 
-    def _before_step(self) -> None:
+    def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         limit = max(MAX_WAIT * self._total_bytes / self._bandwidth, LEAST_WAIT)
         self._wait(max(limit - self._waited, 0.0))
-        if getattr(self._tensors.optimizer, "grad_scale", None) is not None:
+        if getattr(optimizer, "grad_scale", None) is not None:
             raise OSError("the optimizer divides gradients by the scale of the loss")
-        sent = range(self._sent)
+        sent = self._tensors.of(optimizer, self._sent)
         step = {
+            "optimizer": number,
             "groups": [
                 {name: value for name, value in group.items() if name != "params"}
-                for group in self._tensors.optimizer.param_groups
+                for group in optimizer.param_groups
             ],
-            "values": [self._tensors.small(number) for number in sent],
-            "gradients": [self._tensors.parameters[number].grad for number in sent],
+            "values": [self._tensors.small(each) for each in sent],
+            "gradients": [self._tensors.parameters[each].grad for each in sent],
         }
         self._step.copy(step)
 
@@ -290,9 +310,9 @@ class StateSource:
         self._stepped_at = now
         parameters, others, size = [], {}, 0
         while self._sent < len(self._tensors.parameters) and (not size or size < budget):
-            parameter = self._tensors.parameters[self._sent]
             size += sum(tensor.nbytes for _, tensor in self._tensors.large(self._sent))
-            parameters.append([parameter.detach(), self._tensors.optimizer.state.get(parameter, {})])
+            parameter = self._tensors.parameters[self._sent].detach()
+            parameters.append([parameter, dict(self._tensors.state(self._sent))])
             self._sent += 1
         while self._waiting and (not size or size < budget):
             name = self._waiting.popleft()
@@ -349,8 +369,8 @@ class StateSource:
 class StateFollower:
     """Receives the state of a `StateSource`, and makes its steps."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, memory: ReceiveMemory) -> None:
-        self._tensors = _Tensors(optimizer)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], memory: ReceiveMemory) -> None:
+        self._tensors = _Tensors(optimizers)
         self._memory = memory
         self.count = 0
         """Parameters that this replica has received, the first ones."""
@@ -382,7 +402,8 @@ class StateFollower:
         finally:
             if followed is None:
                 # The whole state needs this memory.
-                self._tensors.optimizer.state.clear()
+                for optimizer in self._tensors.optimizers:
+                    optimizer.state.clear()
         return followed
 
     def _receive(self, connection: socket.socket, check: Callable[[], None]) -> Any:
@@ -404,23 +425,25 @@ class StateFollower:
 
     def _step(
         self,
+        optimizer: int,
         groups: list[dict[str, Any]],
         values: list[dict[str, Any]],
         gradients: list[Tensor | None],
     ) -> None:
-        """Make a step for the parameters that this replica has."""
-        optimizer = self._tensors.optimizer
-        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        """Make a step of an optimizer for the parameters that this replica has."""
+        stepping = self._tensors.optimizers[optimizer]
+        own = self._tensors.of(stepping, self.count)
+        for group, settings in zip(stepping.param_groups, groups, strict=True):
             for name, value in settings.items():
                 group[name] = _on_device_of(group[name], value) if name in group else value
-        for number, (kept, gradient) in enumerate(zip(values, gradients, strict=True)):
+        for number, kept, gradient in zip(own, values, gradients, strict=True):
             parameter = self._tensors.parameters[number]
             self._set_values(number, kept)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         # Not `optimizer.step`, which schedulers count.
-        type(optimizer).step(optimizer)
-        for parameter in self._tensors.parameters[: len(gradients)]:
-            parameter.grad = None
+        type(stepping).step(stepping)
+        for number in own:
+            self._tensors.parameters[number].grad = None
 
     @torch.no_grad()
     def _keep(self, parameters: list[tuple[Tensor, dict[str, Any]]], others: dict[str, Tensor]) -> None:
@@ -441,7 +464,7 @@ class StateFollower:
         parameter = self._tensors.parameters[number]
         group = self._tensors.groups[number]
         counts_on_device = group.get("capturable") or group.get("fused")
-        state = self._tensors.optimizer.state[parameter]
+        state = self._tensors.owners[number].state[parameter]
         for name, value in kept.items():
             before = state.get(name)
             if isinstance(before, Tensor) and isinstance(value, Tensor):
@@ -493,11 +516,9 @@ def checksum(tensor: Tensor) -> str:
 def _large_tensors(state: Tree, own: _Tensors) -> Iterator[tuple[str, Tensor]]:
     """Yield the large tensors of a state by name, without those that follow the steps of an optimizer."""
     spec, tensors = flatten(state)
-    index = TensorIndex(spec)
-    temporary = index.numbers_below(PREVIOUS_GRADIENT)
     followed = {_address(each) for each in own.all_large().values()}
-    for number, (name, tensor) in enumerate(zip(index.names(), tensors, strict=True)):
-        if tensor.nbytes > SMALL and number not in temporary and _address(tensor) not in followed:
+    for name, tensor in zip(TensorIndex(spec).names(), tensors, strict=True):
+        if tensor.nbytes > SMALL and _address(tensor) not in followed:
             yield name, tensor
 
 

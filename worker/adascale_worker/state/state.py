@@ -17,7 +17,6 @@ from torch import Tensor
 from adascale_core.errors import AdaScaleError
 from adascale_worker.errors import CheckpointError, NonFiniteWeightsError, UnusableCheckpointError
 from adascale_worker.membership.links import PeersLostError, StateNumber
-from adascale_worker.program.optimizers import OptimizerSet
 from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.scaling.statistics.norms import local_shard
@@ -99,8 +98,7 @@ class State:
         """Whether training has continued from a checkpoint, or from the state of other members."""
         self.receive_memory = ReceiveMemory()
         """Memory for the state of another replica."""
-        is_one = not self._group.has_mesh and not isinstance(program.optimizer, OptimizerSet)
-        self.following = StateFollowing(self, program.optimizer.lead) if is_one else None
+        self.following = None if self._group.has_mesh else StateFollowing(self, program.optimizer)
         """What sends and receives the state while the others train."""
         self._kept: KeptSnapshot | None = None
         """The copy of the agent that is restored, because it is later than the last checkpoint."""
