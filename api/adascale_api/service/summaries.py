@@ -15,7 +15,7 @@ from adascale_core.views.job_summary import JobSummary, summarize
 
 MAX_JOBS = 5000
 """Jobs in the document, the first by id."""
-MAX_AGE = 0.9
+MAX_AGE = 0.7
 """Seconds for which all clients get the same document."""
 INTERVAL = 2.0
 """Seconds between two requests of a page."""
