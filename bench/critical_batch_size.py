@@ -55,7 +55,7 @@ from ramp import (
 from torch import Tensor, nn
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.adascale import AdaScale
 
 POINTS = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Shares of the tokens after which the state is kept."""
@@ -231,7 +231,7 @@ class Stable(Contender):
     def __init__(self, model: nn.Module, lr: float, parameter: float) -> None:
         super().__init__(model, lr, parameter)
         self.inner = self.optimizer
-        self.optimizer: ElasticAdaScale = meter_of(self.inner, scale=1.0, micro_gradients=2)
+        self.optimizer: AdaScale = meter_of(self.inner, scale=1.0, micro_gradients=2)
         plain = torch.optim.SGD(model.parameters(), lr=0.0)
         self.euclidean = meter_of(plain, scale=1.0, micro_gradients=2)
 
@@ -250,9 +250,9 @@ class Stable(Contender):
         self.euclidean.load_state_dict(state["euclidean"])
 
 
-def meter_of(optimizer: torch.optim.Optimizer, scale: float, micro_gradients: int) -> ElasticAdaScale:
+def meter_of(optimizer: torch.optim.Optimizer, scale: float, micro_gradients: int) -> AdaScale:
     """Return AdaScale that gets its gradients from `add_measured`: two of them cannot observe one pass."""
-    return ElasticAdaScale(
+    return AdaScale(
         optimizer,
         world_size=1,
         scale=scale,
@@ -261,9 +261,7 @@ def meter_of(optimizer: torch.optim.Optimizer, scale: float, micro_gradients: in
     )
 
 
-def add_measured(
-    model: nn.Module, micro_batches: Sequence[Tensor], meters: Sequence[ElasticAdaScale]
-) -> None:
+def add_measured(model: nn.Module, micro_batches: Sequence[Tensor], meters: Sequence[AdaScale]) -> None:
     """Add the gradient of the mean loss to `.grad`, which is None, and let the meters read its parts."""
     parameters: list[Tensor] = list(model.parameters())
     for number, part in enumerate(micro_batches, 1):

@@ -41,13 +41,12 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan
+from adascale_worker.adascale import AdaScale
 from adascale_worker.gradients import step_division
 from adascale_worker.gradients.step_division import OBSERVED_STEPS, StepDivision
-from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.scaling.rules import scaling_rule_of
 from adascale_worker.scaling.statistics.estimates import from_micro_gradients
-from adascale_worker.scaling.statistics.metric import SecondMomentMetric
-from adascale_worker.scaling.statistics.norms import EuclideanMetric
-from adascale_worker.scaling.supported_optimizers import scaling_rule_of
+from adascale_worker.scaling.statistics.metric import Metric
 
 SCALES = (4, 16, 64, 128)
 POINTS = (0.05, 0.2, 0.4, 0.65, 0.95)
@@ -93,7 +92,7 @@ class SingleReplica:
         self.task = task
         self.model = task.model()
         self.inner = task.new_optimizer(self.model)
-        self.optimizer = ElasticAdaScale(self.inner, scale=1.0, is_scaled_loss=False, disjoint_pairs=True)
+        self.optimizer = AdaScale(self.inner, scale=1.0, is_scaled_loss=False, disjoint_pairs=True)
         self.samples = torch.Generator().manual_seed(seed)
         self.steps = 0
         self._interval = is_divided
@@ -106,7 +105,9 @@ class SingleReplica:
     def step(self) -> None:
         interval = self._interval(self.steps)
         parts = 2 if interval else 1
-        self.optimizer.use_step(micro_batches=parts, interval=interval, compares_steps=self._compares)
+        self.optimizer.statistics.change_options(
+            accumulation=parts, interval=interval, compares_steps=self._compares
+        )
         for group in self.inner.param_groups:
             group["lr"] = self.task.lr_at(self.steps)
         x, y = self.draw(self.task.batch_size, self.samples)
@@ -122,8 +123,7 @@ class FourReplicas:
 
     def __init__(self, single: SingleReplica, seed: int) -> None:
         self.single = single
-        rule = scaling_rule_of(single.inner)
-        self.metric = SecondMomentMetric(rule, single.inner) if rule.has_second_moments else EuclideanMetric()
+        self.metric = Metric(scaling_rule_of(single.inner))
         self.samples = torch.Generator().manual_seed(1000 + seed)
         norms = {id(p) for m in single.model.modules() if isinstance(m, NORMS) for p in m.parameters()}
         parameters = list(single.model.parameters())

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
-from adascale_worker.program.optimizers import ElasticAdaScale
 from worker import adascale_problem
 from worker.adascale_problem import (
     PUBLIC_VALUES,
@@ -415,12 +414,12 @@ def flags_are_summed_on_the_same_steps() -> None:
     model = network()
     wrapped = Wrapped(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = ElasticAdaScale(sgd, model=wrapped, sample_every=3)
+    optimizer = AdaScale(sgd, model=wrapped, sample_every=3)
     sums = []
     for number in range(8):
-        optimizer.flags = (float(number), float(dist.get_rank()))
+        optimizer.statistics.flags = (float(number), float(dist.get_rank()))
         train_step(optimizer, wrapped, [batches(2, seed=number)[dist.get_rank()]])
-        sums.append(optimizer.flags_sum)
+        sums.append(optimizer.statistics.flag_sums())
     assert sums == [(0.0, 1.0), None, None, (6.0, 1.0), None, None, (12.0, 1.0), None]
 
 
@@ -429,13 +428,13 @@ def ranks_stay_equal_when_fewer_steps_are_measured() -> None:
     """By default: all of the first 100 steps, then every 16th; the weights stay equal to the bit."""
     model = network()
     wrapped = Wrapped(model)
-    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model=wrapped)
-    optimizer.flags = (1.0,)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model=wrapped)
+    optimizer.statistics.flags = (1.0,)
     measured_steps = []
     for number in range(150):
         train_step(optimizer, wrapped, [batches(2, seed=number)[dist.get_rank()]])
-        if optimizer.flags_sum is not None:
-            assert optimizer.flags_sum == (2.0,)
+        if optimizer.statistics.flag_sums() is not None:
+            assert optimizer.statistics.flag_sums() == (2.0,)
             measured_steps.append(number)
     assert measured_steps == [*range(100), 112, 128, 144]
     for parameter in model.parameters():
@@ -558,15 +557,13 @@ def a_change_of_replicas_keeps_the_estimate() -> None:
     """As the elastic trainer does it: the estimate stays, the number of micro-gradients changes."""
     model = network()
     wrapped = Wrapped(model)
-    optimizer = ElasticAdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.05), world_size=1, scale=4.0, model=wrapped
-    )
-    optimizer.update_scale(4.0, 2)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), world_size=1, scale=4.0, model=wrapped)
+    optimizer.statistics.change_options(scale=4.0, world_size=2)
     optimizer.set_num_gradients_to_accumulate(2)
     train_step(optimizer, wrapped, batches(4)[2 * dist.get_rank() :][:2])
     estimate = optimizer.estimate
     assert estimate is not None
     assert not estimate.biased
-    optimizer.update_scale(16.0, 2)
+    optimizer.statistics.change_options(scale=16.0, world_size=2)
     assert optimizer.estimate == estimate
     assert optimizer.gain() == estimate.gain(16.0)

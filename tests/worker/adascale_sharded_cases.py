@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from adascale import Observation
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
-from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.scaling.statistics.norms import local_shard
 from support.training import placed_on
 from worker.adascale_problem import (
@@ -175,7 +174,7 @@ def each_element_of_a_replica_counts_once() -> None:
         for shards in (None, Replica()):
             own = part if shards else lambda _, whole: whole.clone()
             parameters = {name: nn.Parameter(own(name, whole)) for name, whole in initial.items()}
-            optimizer = ElasticAdaScale(
+            optimizer = AdaScale(
                 kind([{"params": [p]} for p in parameters.values()], lr=0.1),
                 world_size=1,
                 num_gradients_to_accumulate=accumulation,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from adascale import AdaScale, SecondMomentOptimizer
 from adascale.errors import UnsupportedOptimizerError
-from adascale_worker.program.optimizers import ElasticAdaScale
-from adascale_worker.scaling.rules import AdamRule, SecondMoment, adam_hyperparameters
+from adascale_worker.scaling.rules import UNIT, AdamRule, SecondMoment, adam_hyperparameters
 from adascale_worker.scaling.statistics import metric, norms
 from worker import adascale_problem
 from worker.adascale_problem import Net, backward, batches, network, squared_error, train_step, two_groups
@@ -101,14 +100,15 @@ def test_the_reported_factor_is_that_of_the_learning_rate_in_the_step(
 ) -> None:
     model = network()
     inner = kind(model.parameters(), lr=0.02)  # type: ignore[call-arg]
-    optimizer = ElasticAdaScale(inner, num_gradients_to_accumulate=2, scale=8.0)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, scale=8.0)
     seen: list[float] = []
     inner.register_step_pre_hook(lambda *_: seen.append(inner.param_groups[0]["lr"]))
     data = learnable_batches(8)
     for start in range(0, 8, 2):
         train_step(optimizer, model, data[start : start + 2])
-    assert optimizer.lr_factor > 1.1
-    assert 0.02 * optimizer.lr_factor == pytest.approx(seen[-1])
+    lr_factor = optimizer.statistics.rule.lr_factor(optimizer.gain())
+    assert lr_factor > 1.1
+    assert 0.02 * lr_factor == pytest.approx(seen[-1])
 
 
 def test_hyperparameters_are_restored_after_the_step() -> None:
@@ -161,7 +161,7 @@ def test_the_state_of_a_plain_optimizer_that_the_inner_one_loads_counts_in_steps
         train_step(optimizer, model, data[2 * number : 2 * number + 2])
     assert optimizer.gain() > 1.0
     inner.load_state_dict(plain)
-    assert set(optimizer.state_dict()["adascale"]["rule"]) <= {1.0}
+    assert all(group.get(UNIT, 1.0) == 1.0 for group in optimizer.param_groups)
 
 
 def test_a_state_of_the_inner_optimizer_that_is_saved_and_restored_changes_nothing() -> None:
@@ -188,11 +188,11 @@ def test_a_state_of_the_inner_optimizer_that_adascale_loads_keeps_the_unit_of_it
     data = learnable_batches(12)
     for number in range(6):
         train_step(optimizer, model, data[2 * number : 2 * number + 2])
-    units = optimizer.state_dict()["adascale"]["rule"]
-    assert units != [1.0]
+    unit = optimizer.param_groups[0][UNIT]
+    assert unit != 1.0
     resumed = AdaScale(torch.optim.AdamW(model.parameters(), lr=0.02), num_gradients_to_accumulate=2)
     resumed.load_state_dict(copy.deepcopy(optimizer.optimizer.state_dict()))
-    assert resumed.state_dict()["adascale"]["rule"] == units
+    assert resumed.param_groups[0][UNIT] == unit
 
 
 def test_estimates_are_unbiased_in_the_metric_of_the_steps_before() -> None:
@@ -274,15 +274,15 @@ def test_training_after_save_and_load_is_equal_to_the_bit(*, micro: int, at: int
 def test_a_state_without_a_gradient_of_16_bits_continues_to_the_bit() -> None:
     """Before the first step, gradients are compared in 16 bits, and divided by the second moment in 32."""
 
-    def make() -> tuple[Net, ElasticAdaScale]:
+    def make() -> tuple[Net, AdaScale]:
         model = network().bfloat16()
-        return model, ElasticAdaScale(torch.optim.AdamW(model.parameters()), scale=8.0, disjoint_pairs=True)
+        return model, AdaScale(torch.optim.AdamW(model.parameters()), scale=8.0, disjoint_pairs=True)
 
     data = [(x.bfloat16(), y.bfloat16()) for x, y in learnable_batches(12)]
     model, optimizer = make()
     for number in range(4):
         train_step(optimizer, model, data[number : number + 1])
-    assert not optimizer.awaits_comparison
+    assert not optimizer.statistics.awaits_comparison
     resumed, again = make()
     resumed.load_state_dict(copy.deepcopy(model.state_dict()))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -374,7 +374,7 @@ def test_gradients_are_divided_by_the_roots_of_their_second_moments(
             return {id(p): moment for p, moment in zip(parameters, moments, strict=False)}
 
     inner = torch.optim.AdamW(parameters)
-    measured = metric.SecondMomentMetric(Rule(inner), inner)
+    measured = metric.Metric(Rule(inner))
     second = [real(v).double() * factor for v, factor in zip(values, factors, strict=False)]
     mean = float(torch.cat([each.flatten() for each in second]).mean())
     second.append(torch.full(real(parameters[2]).shape, mean, dtype=torch.float64))
@@ -409,7 +409,7 @@ def test_measuring_changes_neither_gradients_nor_second_moments(shapes: list[tup
     gradients = [torch.randn_like(parameter) for parameter in parameters]
     moments = [inner.state[parameter]["exp_avg_sq"] for parameter in parameters]
     before = copy.deepcopy([*gradients, *moments])
-    measured = metric.SecondMomentMetric(AdamRule(inner), inner)
+    measured = metric.Metric(AdamRule(inner))
     pairs = list(zip(parameters, gradients, strict=True))
     found = [measured.norm(*pair).item() for pair in pairs]
     divided = measured.divided(parameters, gradients)
@@ -421,11 +421,11 @@ def test_measuring_changes_neither_gradients_nor_second_moments(shapes: list[tup
 
 def test_a_gradient_that_is_not_finite_in_the_first_step_is_noticed() -> None:
     model = network()
-    optimizer = ElasticAdaScale(torch.optim.AdamW(model.parameters(), lr=1e-3), num_gradients_to_accumulate=2)
+    optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=1e-3), num_gradients_to_accumulate=2)
     for batch in batches(2):
         backward(squared_error(model, batch) * math.inf)
     optimizer.step()
-    assert optimizer.gradients_are_finite is False
+    assert optimizer.statistics.gradients_are_finite() is False
     assert optimizer.gain() == 1.0
 
 

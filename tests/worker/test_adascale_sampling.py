@@ -7,31 +7,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.scaling.statistics.steps import FIRST_STEPS, MAX_INTERVAL, SAMPLES_PER_WINDOW, Sampling
+from adascale_worker.scaling.statistics.steps import (
+    FIRST_STEPS,
+    MAX_INTERVAL,
+    SAMPLES_PER_WINDOW,
+    sampling_interval,
+)
 from worker.adascale_problem import backward, batches, network, squared_error
 
 
 def test_all_of_the_first_steps_are_measured() -> None:
-    assert all(Sampling().is_measured(step, 0.999) for step in range(FIRST_STEPS))
+    assert all(sampling_interval(step, 0.999) == 1 for step in range(FIRST_STEPS))
 
 
 @pytest.mark.parametrize(("scale", "interval"), [(1, 16), (4, 15), (16, 3), (32, 1), (2000, 1)])
 def test_the_interval_follows_the_window(scale: int, interval: int) -> None:
     smoothing = max(1 - scale / 1000, 0.0)
-    assert Sampling().interval(FIRST_STEPS, smoothing) == interval
+    assert sampling_interval(FIRST_STEPS, smoothing) == interval
 
 
 @given(st.floats(0, 0.9999))
 def test_the_window_has_enough_measured_steps(smoothing: float) -> None:
-    interval = Sampling().interval(FIRST_STEPS, smoothing)
+    interval = sampling_interval(FIRST_STEPS, smoothing)
     assert 1 <= interval <= MAX_INTERVAL
     assert interval == 1 or interval * SAMPLES_PER_WINDOW <= 1 / (1 - smoothing) + 1e-5
-
-
-@given(st.integers(1, 50), st.integers(0, 1000))
-def test_a_chosen_interval_is_used(every: int, step: int) -> None:
-    assert Sampling(every).is_measured(step, 0.9) == (step % every == 0)
-    assert Sampling(every).is_in_measured_pair(step, 0.9) == (step % every <= 1)
 
 
 def test_hooks_of_others_stay_and_ours_are_removed() -> None:

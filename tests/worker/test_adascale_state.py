@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
-from adascale_worker.program.optimizers import ElasticAdaScale
 from worker.adascale_problem import (
     Loop,
     Net,
@@ -386,11 +385,9 @@ def test_arguments_out_of_range_raise(arguments: dict[str, Any], message: str) -
 
 
 def test_settings_out_of_range_raise() -> None:
-    optimizer = ElasticAdaScale(torch.optim.SGD(network().parameters(), lr=0.1))
+    optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="got scale 0"):
         optimizer.set_scale(0.0)
-    with pytest.raises(ValueError, match="got replicas=0"):
-        optimizer.update_scale(2.0, 0)
     with pytest.raises(ValueError, match="got num_gradients_to_accumulate=0"):
         optimizer.set_num_gradients_to_accumulate(0)
     with pytest.raises(ValueError, match="got scale nan"):
@@ -445,15 +442,15 @@ def test_the_gradient_of_the_last_step_can_be_left_out_of_the_state() -> None:
         return sum(map(tensors, value)) if isinstance(value, list) else isinstance(value, Tensor)
 
     model = network()
-    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=1.0)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=1.0)
     first, second = batches(2)
     train_step(optimizer, model, [first])
     assert tensors(optimizer.state_dict()) == len(list(model.parameters())), (
         "for the comparison with the next"
     )
-    optimizer.discard_comparison()
+    optimizer.statistics.discard_comparison()
     assert tensors(optimizer.state_dict()) == 0
-    assert not optimizer.awaits_comparison
+    assert not optimizer.statistics.awaits_comparison
     train_step(optimizer, model, [second])
     assert optimizer.estimate is None, "this step had nothing to compare with"
 
@@ -524,14 +521,14 @@ def test_a_copy_trains_independently(
 
 def test_a_change_of_scale_keeps_the_estimate() -> None:
     model = network()
-    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
     for i in range(20):
         train_step(optimizer, model, batches(2, seed=i))
     estimate_before, predicted = optimizer.estimate, optimizer.predict_gain(32.0)
     optimizer.set_scale(32.0)
     assert optimizer.estimate == estimate_before
     assert optimizer.gain() == predicted
-    optimizer.update_scale(2.0, 1)
+    optimizer.set_scale(2.0)
     optimizer.set_num_gradients_to_accumulate(2)
     assert optimizer.estimate == estimate_before
 
@@ -553,12 +550,12 @@ def test_smoothing_follows_the_scale_unless_it_was_chosen() -> None:
 
 def test_flags_sum_of_a_single_replica_is_its_flags_on_every_step() -> None:
     model = network()
-    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.05), sample_every=3)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), sample_every=3)
     for number in range(4):
         backward(squared_error(model, batches(1)[0]))
-        optimizer.flags = [float(number), 1.0]
+        optimizer.statistics.flags = [float(number), 1.0]
         optimizer.step()
-        assert optimizer.flags_sum == (float(number), 1.0)
+        assert optimizer.statistics.flag_sums() == (float(number), 1.0)
 
 
 @pytest.mark.parametrize("every", [1, 3])

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 
 from adascale import AdaScale
-from adascale_worker.program.optimizers import ElasticAdaScale
 from worker.adascale_problem import batches, network, squared_error
 
 
@@ -140,20 +139,20 @@ def reads_of(function: Callable[[], object]) -> int:
     return reads.count
 
 
-def trained(kind: type[torch.optim.SGD | torch.optim.Adam], groups: int) -> ElasticAdaScale:
+def trained(kind: type[torch.optim.SGD | torch.optim.Adam], groups: int) -> AdaScale:
     """Return an optimizer with tensors for lr after a few steps, whose averages were read."""
     model = network()
     parameters = list(model.parameters())
     cut = len(parameters) // groups
     inner = kind([{"params": parameters[i * cut : (i + 1) * cut]} for i in range(groups)], lr=1e-3)
-    optimizer = ElasticAdaScale(inner, num_gradients_to_accumulate=2, scale=1000.0)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, scale=1000.0)
     set_tensors(optimizer)
     for number, batch in enumerate(batches(24)):
         (squared_error(model, batch) / 2).backward()
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
-    assert reads_of(lambda: (optimizer.gain(), optimizer.trains)) > 0
+    assert reads_of(lambda: (optimizer.gain(), optimizer.statistics.parameters.has_trained)) > 0
     return optimizer
 
 
@@ -162,7 +161,7 @@ def test_the_gain_reads_learning_rates_only_after_a_change(
     kind: type[torch.optim.SGD | torch.optim.Adam],
 ) -> None:
     optimizer = trained(kind, groups=2)
-    assert reads_of(lambda: (optimizer.gain(), optimizer.trains)) == 0
+    assert reads_of(lambda: (optimizer.gain(), optimizer.statistics.parameters.has_trained)) == 0
     first, second = optimizer.param_groups
     first["lr"].fill_(0.0)
     assert reads_of(optimizer.gain) > 0
@@ -185,4 +184,4 @@ def test_the_gain_of_one_group_reads_no_learning_rate(kind: type[torch.optim.SGD
         optimizer.param_groups[0]["lr"].fill_(lr)
         assert reads_of(optimizer.gain) == 0
         assert optimizer.gain() == gain
-    assert not optimizer.trains
+    assert not optimizer.statistics.parameters.has_trained

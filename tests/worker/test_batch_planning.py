@@ -8,10 +8,11 @@ import torch
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import DEFAULT_EFFICIENCY, BatchBounds, BatchPlan, EfficiencyBound
 from adascale_core.errors import InvalidJobError
+from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.reporting.progress import StepTimer
 from support.job_states import OF_SAMPLES
 
@@ -41,7 +42,7 @@ def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.Mo
     """A member may not have got the last plan, because others were lost while it was shared."""
     bounds = BatchBounds(8, 64, (1, 32))
     model = torch.nn.Linear(1, 1)
-    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = Optimizers({"": AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))})
     shared: list[list[int]] = []
 
     def broadcast(group: ReplicaGroup, numbers: list[int]) -> list[int]:
@@ -69,8 +70,8 @@ def test_a_larger_batch_that_is_faster_is_used_within_the_efficiency_of_a_length
     monkeypatch: pytest.MonkeyPatch, efficiency: EfficiencyBound, local_bsz: int
 ) -> None:
     monkeypatch.setattr(ReplicaGroup, "broadcast", lambda _, numbers: numbers)
-    monkeypatch.setattr(ElasticAdaScale, "estimate", GradientEstimate(1.0, 3.0))
-    optimizer = ElasticAdaScale(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
+    monkeypatch.setattr(AdaScale, "estimate", GradientEstimate(1.0, 3.0))
+    optimizer = Optimizers({"": AdaScale(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))})
     step_timer = StepTimer()
     for second in range(8):  # a step of either batch takes a second
         step_timer.step(BatchPlan(2, 4 if second < 4 else 32), float(second))

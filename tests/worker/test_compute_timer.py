@@ -7,7 +7,7 @@ import torch
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.performance.slow_replica import WINDOW
-from adascale_worker.gradients.step_times import ComputeTimer, StepTimes
+from adascale_worker.gradients.step_times import StepTimes
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import DeviceClock
 from adascale_worker.process.environment import RankAssignment
@@ -29,8 +29,12 @@ class LateClock(DeviceClock):
         return end - start if end <= self.reached else None
 
 
+def times_of(clock: DeviceClock) -> StepTimes:
+    return StepTimes(ReplicaGroup(RankAssignment(0, 2), torch.device("cpu")), clock)
+
+
 def step(
-    timer: ComputeTimer,
+    timer: StepTimes,
     clock: LateClock,
     place: tuple[int, BatchPlan] = PLACE,
     *,
@@ -38,7 +42,7 @@ def step(
     counts: bool = True,
 ) -> None:
     """Make a step: 3 s of computation around 5 s of waiting for buffers, and 7 s of waiting for gradients."""
-    timer.begin_step()
+    timer.begin_computation()
     clock.now += 1.0
     timer.suspend()
     clock.now += 5.0
@@ -53,7 +57,7 @@ def step(
 
 def test_the_time_of_waiting_is_left_out_and_the_device_is_not_waited_for() -> None:
     clock = LateClock()
-    timer = ComputeTimer(clock)
+    timer = times_of(clock)
     for _ in range(WINDOW):
         step(timer, clock)
     assert timer.typical.seconds == 0.0, "the device has passed no mark"
@@ -66,7 +70,7 @@ def test_the_time_of_waiting_is_left_out_and_the_device_is_not_waited_for() -> N
 def test_a_step_with_a_pause_or_without_an_exchange_is_left_out(*, exchanges: bool, counts: bool) -> None:
     clock = LateClock()
     clock.reached = float("inf")
-    timer = ComputeTimer(clock)
+    timer = times_of(clock)
     for _ in range(WINDOW + 1):
         step(timer, clock, exchanges=exchanges, counts=counts)
     assert timer.typical.seconds == 0.0
@@ -74,7 +78,7 @@ def test_a_step_with_a_pause_or_without_an_exchange_is_left_out(*, exchanges: bo
 
 def test_times_of_other_replicas_or_of_another_batch_do_not_count() -> None:
     clock = LateClock()
-    timer = ComputeTimer(clock)
+    timer = times_of(clock)
     for _ in range(WINDOW):
         step(timer, clock)
     clock.reached = float("inf")
@@ -83,8 +87,7 @@ def test_times_of_other_replicas_or_of_another_batch_do_not_count() -> None:
 
 
 def test_the_exchange_of_gradients_is_timed_and_returned_once() -> None:
-    group = ReplicaGroup(RankAssignment(0, 2), torch.device("cpu"))
-    times = StepTimes(group, DeviceClock())
+    times = times_of(DeviceClock())
     for _ in range(2):
         with times.measured_exchange():
             assert times.sync_time() is None, "of a step that is complete"

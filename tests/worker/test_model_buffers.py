@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from adascale_worker.gradients.trained_models import ModelBuffers
+from adascale_worker.loop.steps import ModelBuffers
 
 
 class Network(nn.Module):

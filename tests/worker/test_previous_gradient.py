@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from adascale_worker.scaling.statistics.norms import EuclideanMetric
+from adascale_worker.scaling.statistics.metric import Metric
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient
 
 
@@ -21,7 +21,7 @@ def copied(previous: PreviousGradient) -> Tensor:
 
 
 def test_a_gradient_is_copied_into_the_memory_of_the_copy_before() -> None:
-    previous = PreviousGradient(EuclideanMetric())
+    previous = PreviousGradient(Metric())
     previous.copy_from([[parameter_with(torch.ones(3))]], step_number=0)
     memory = copied(previous).data_ptr()
 
@@ -33,7 +33,7 @@ def test_a_gradient_is_copied_into_the_memory_of_the_copy_before() -> None:
 
 def test_memory_of_another_layout_or_type_is_not_used() -> None:
     for before in (torch.ones(3, 2).t(), torch.ones(3), torch.ones(2, 3, dtype=torch.float64)):
-        previous = PreviousGradient(EuclideanMetric())
+        previous = PreviousGradient(Metric())
         previous.copy_from([[parameter_with(before)]], step_number=0)
         memory = copied(previous).data_ptr()
         parameter = parameter_with(torch.full((2, 3), 1 / 3))

@@ -11,10 +11,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from adascale import ElasticTrainer
 from adascale.errors import NonFiniteWeightsError
+from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.order import SampleSequence
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.steps import MAX_SKIPPED_STEPS
-from adascale_worker.program.optimizers import ElasticAdaScale
 from support.training import (
     ACCUMULATING,
     FIXED,
@@ -379,7 +379,7 @@ def test_two_registered_grad_scalers_are_refused(make_trainer: MakeTrainer) -> N
 
 def test_a_fused_adam_whose_first_step_is_skipped_has_no_second_moment_yet() -> None:
     model = network()
-    optimizer = ElasticAdaScale(adamw(model, fused=True), num_gradients_to_accumulate=2)
+    optimizer = AdaScale(adamw(model, fused=True), num_gradients_to_accumulate=2)
     scaler = make_scaler()
     _, x, y = samples().tensors
     for step in range(3):

@@ -16,9 +16,11 @@ from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.registration import REPORTS_PER_POST
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.gain import StoredReports
+from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
+from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.reporting import reports as reporter_module
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter, Telemetry, require_metrics
@@ -251,21 +253,8 @@ class RecordingReporter:
         self.reports.append(report)
 
 
-class FixedEstimates:
-    """The part of an optimizer that a report reads."""
-
-    grad_sqr = 1.0
-    grad_var = 2.0
-    grad_sqr_error = 0.5
-    lr_factor = 1.25
-    lr = 0.025
-
-    @property
-    def slowest(self) -> "FixedEstimates":
-        return self
-
-    def gain(self) -> float:
-        return 1.5
+def optimizers() -> Optimizers:
+    return Optimizers({"": AdaScale(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.02))})
 
 
 def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
@@ -279,12 +268,12 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
         telemetry.log(others)
         for loss in losses:
             telemetry.log({"loss": loss})
-        telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(), FixedEstimates())  # type: ignore[arg-type]
+        telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(), optimizers())
         return reporter.reports[-1].loss
 
     shapes = (torch.tensor(1.0), torch.tensor([2.0, 4.0]), 5.0, torch.tensor(3.0, dtype=torch.bfloat16))
     assert loss_of_report(*shapes) == 3.0
-    assert (reporter.reports[-1].lr_factor, reporter.reports[-1].lr) == (1.25, 0.025)
+    assert (reporter.reports[-1].lr_factor, reporter.reports[-1].lr) == (1.0, 0.02)
     # There is no GPU here.
     assert (reporter.reports[-1].gpu_use, reporter.reports[-1].gpu_memory) == (None, None)
     assert reporter.reports[-1].metrics == {}
@@ -302,7 +291,7 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     assert loss_of_report(np.float32(1.5), np.array(2.5), np.int64(5)) == 3.0
     assert loss_of_report(2.0) == 2.0, "an invalid loss does not affect the next report"
     assert not reporter.reports[-1].counts_samples
-    telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(counts_samples=True), FixedEstimates())  # type: ignore[arg-type]
+    telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(counts_samples=True), optimizers())
     assert reporter.reports[-1].counts_samples
 
 
@@ -334,7 +323,7 @@ def test_another_rank_0_continues_the_run_of_a_tracker_after_the_one_before_has_
     def begin_and_report(step: int) -> None:
         for telemetry in both:
             telemetry.begin_generation(BatchBounds(8))
-            telemetry.report(BatchPlan(2, 4, 1), TrainingProgress(step), FixedEstimates())  # type: ignore[arg-type]
+            telemetry.report(BatchPlan(2, 4, 1), TrainingProgress(step), optimizers())
 
     begin_and_report(1)
     wait_until(lambda: trackers[0].calls == ["begin job", "log 1"], "the run of the first rank 0")

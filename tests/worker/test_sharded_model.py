@@ -16,8 +16,8 @@ from torch.distributed.tensor import Replicate, distribute_module
 from adascale import ElasticTrainer
 from adascale_core.errors import InvalidJobError
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.sharded import require_sharded
 from adascale_worker.process.environment import RankAssignment, divide_into_replicas
+from adascale_worker.program.parts import require_sharded
 from support.training import FIXED, MakeTrainer, network, samples, sgd
 
 

@@ -10,7 +10,6 @@ gradients is in `adascale_worker.scaling.statistics`.
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -21,18 +20,15 @@ from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_core.batch.gain import GradientEstimate, require_max_gain, require_scale, require_smoothing
+from adascale_core.batch.gain import GradientEstimate, require_scale
 from adascale_worker.errors import UnsupportedOptimizerError
-from adascale_worker.scaling.observation import Observer, Report, report_to
-from adascale_worker.scaling.statistics.all_reduce import Shards, StatisticsJoinHook
-from adascale_worker.scaling.statistics.gain_estimator import GainEstimator
+from adascale_worker.scaling.observation import Report, report_to
+from adascale_worker.scaling.observation import observe as observe_steps
+from adascale_worker.scaling.rules import scaling_rule_of
+from adascale_worker.scaling.statistics.all_reduce import Shards
+from adascale_worker.scaling.statistics.gradient_statistics import GradientStatistics
 from adascale_worker.scaling.statistics.norms import local_shard
-from adascale_worker.scaling.statistics.steps import GainOptions, Sampling, StepSettings
-from adascale_worker.scaling.supported_optimizers import (
-    require_count,
-    require_readable,
-    scaling_rule_of,
-)
+from adascale_worker.scaling.statistics.steps import GainOptions, require_count
 from adascale_worker.torch_private.autograd import divide_in_place
 from adascale_worker.torch_private.modules import is_optimizer_hook_table
 
@@ -130,24 +126,26 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Joinable.__init__(self)
         process_group = model.process_group if isinstance(model, DistributedDataParallel) else None
         replicas = _world_size(process_group) if world_size is None else world_size
-        require_count("world_size", replicas)
-        require_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
-        scale = float(replicas * num_gradients_to_accumulate if scale is None else scale)
-        require_scale(scale)
-        if smoothing is not None:
-            require_smoothing(smoothing)
-        if max_gain is not None:
-            require_max_gain(max_gain)
-        settings = StepSettings(replicas, num_gradients_to_accumulate, scale, is_scaled_loss)
-        sampling = Sampling(sample_every, disjoint_pairs)
-        options = GainOptions(settings, smoothing, sampling, debias_ewma, observes_backward, shards, max_gain)
-        estimator = GainEstimator(optimizer, self._rule, options, model, grad_scaler)
+        options = GainOptions(
+            replicas,
+            num_gradients_to_accumulate,
+            float(replicas * num_gradients_to_accumulate if scale is None else scale),
+            is_scaled_loss,
+            chosen_smoothing=smoothing,
+            sample_every=sample_every,
+            disjoint_pairs=disjoint_pairs,
+            debias=debias_ewma,
+            observes_backward=observes_backward,
+            shards=shards,
+            max_gain=max_gain,
+        )
+        statistics = GradientStatistics(self._rule, options, model, grad_scaler)
         if shards is None:
-            require_readable(estimator.statistics.reader.unreadable_parameters())
-        self._attach(estimator)
+            statistics.reader.require_readable()
+        self._attach(statistics)
         if self._observes:
             require_count("observe_every", observe_every)
-            Observer(self, estimator, report_to(observe), observe_every).attach(optimizer)
+            observe_steps(self, statistics, optimizer, report_to(observe), observe_every)
 
     # -- results ----------------------------------------------------------------------------------------
 
@@ -159,12 +157,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     @property
     def scale(self) -> float:
         """S: the batch size of a step over the initial batch size."""
-        return self._estimator.settings.scale
+        return self.statistics.options.scale
 
     @property
     def smoothing(self) -> float:
         """Weight of the past in the moving average of the estimates."""
-        return self._estimator.smoothing
+        return self.statistics.options.smoothing
 
     @property
     def estimate(self) -> GradientEstimate | None:
@@ -172,7 +170,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
         A group is not trained if it is frozen, or if its lr is 0 and that of another group is not.
         """
-        return self._estimator.total_estimate()
+        return self.statistics.total_estimate()
 
     @property
     def grad_sqr(self) -> float:
@@ -203,7 +201,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Raises:
             IndexError: there is no such group.
         """
-        return self._estimator.gain(self.scale, pg_idx)
+        return self.statistics.gain(self.scale, pg_idx)
 
     def predict_gain(self, scale: float) -> float:
         """Return the gain of all trained groups together at another scale.
@@ -212,14 +210,14 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             ValueError: `scale` is not a positive finite number.
         """
         require_scale(scale)
-        return self._estimator.gain(scale)
+        return self.statistics.gain(scale)
 
     def gain_tensor(self) -> Tensor:
         """Return `gain()` as a tensor of shape (), on the device of the learning rates.
 
         On a GPU with tensors for learning rates, progress can be counted with it without waiting for the GPU.
         """
-        return self._estimator.gain_tensor()
+        return self.statistics.gain_tensor()
 
     # -- settings ---------------------------------------------------------------------------------------
 
@@ -234,8 +232,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Raises:
             ValueError: `scale` is not a positive finite number.
         """
-        require_scale(scale)
-        self._estimator.change_settings(scale=float(scale))
+        self.statistics.change_options(scale=float(scale))
 
     def set_num_gradients_to_accumulate(
         self,
@@ -251,11 +248,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Raises:
             ValueError: a number is out of range.
         """
-        require_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
-        options = self._estimator.options
-        settings = replace(options.settings, accumulation=num_gradients_to_accumulate)
-        smoothing = None if update_smoothing else options.smoothing
-        self._estimator.change_options(replace(options, settings=settings, smoothing=smoothing))
+        smoothing = None if update_smoothing else self.statistics.options.chosen_smoothing
+        self.statistics.change_options(accumulation=num_gradients_to_accumulate, chosen_smoothing=smoothing)
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the gradients of an unscaled loss by the number of accumulated gradients, now.
@@ -265,7 +259,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         Raises:
             RuntimeError: the loss is already scaled.
         """
-        if self._estimator.settings.is_scaled_loss:
+        if self.statistics.options.is_scaled_loss:
             raise RuntimeError(
                 "AdaScale was constructed with is_scaled_loss=True, so the loss is already divided by "
                 "num_gradients_to_accumulate and the gradients must not be divided again; construct AdaScale "
@@ -275,16 +269,16 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group`. Its gain is 1 until measured."""
-        if not hasattr(self, "_estimator"):  # Optimizer.__init__ calls this for the groups that it gets
+        if not hasattr(self, "statistics"):  # Optimizer.__init__ calls this for the groups that it gets
             super().add_param_group(param_group)
             return
         self._inner.add_param_group(param_group)
         self._share_groups_and_state()
-        self._estimator.restart_sampling()
+        self.statistics.restart_sampling()
 
     def unhook(self) -> None:
         """Remove all hooks from the parameters. The gain does not change from then on."""
-        self._estimator.stop()
+        self.statistics.stop()
 
     # -- a step -----------------------------------------------------------------------------------------
 
@@ -309,21 +303,21 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._estimator.finish_measurement()
-        if not self._estimator.settings.is_scaled_loss:
+        self.statistics.finish_measurement()
+        if not self.statistics.options.is_scaled_loss:
             self._divide_gradients()
-        with self._rule.applied(self._estimator.group_gains()):
+        with self._rule.applied(self.statistics.group_gains()):
             returned = self._inner_step()
-        self._estimator.end_step()
+        self.statistics.end_step()
         return loss if closure is not None else returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as `torch.optim.Optimizer.zero_grad`."""
         self._inner.zero_grad(set_to_none)
-        self._estimator.statistics.discard_step()
+        self.statistics.discard_step()
 
     def _divide_gradients(self) -> None:
-        statistics = self._estimator.statistics
+        statistics = self.statistics
         if statistics.divisor == 1.0 or statistics.gradients_are_divided:
             return
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -342,11 +336,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         accumulation, smoothing, max_gain) are not in it.
         """
         state = dict(self._inner.state_dict())
-        state[STATE_KEY] = {
-            "version": STATE_VERSION,
-            "rule": self._rule.state_dict(),
-            **self._estimator.state_dict(),
-        }
+        state[STATE_KEY] = {"version": STATE_VERSION, **self.statistics.state_dict()}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -375,45 +365,43 @@ class AdaScale(torch.optim.Optimizer, Joinable):
                 UserWarning,
                 stacklevel=2,
             )
-        else:  # without it, the rule has read its state from the groups that the inner optimizer has loaded
-            self._rule.load_state_dict(own["rule"])
-        self._estimator.load_state_dict(own)
+        self.statistics.load_state_dict(own)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything that is not bound to this process.
 
         Hooks, the model, a GradScaler and a replaced `step` are left out.
         """
-        process_bound = ("_estimator", "_inner_step", "step")
+        process_bound = ("statistics", "_inner_step", "step")
         state = {
             name: value
             for name, value in self.__dict__.items()
             if name not in process_bound and not is_optimizer_hook_table(name)
         }
-        state["estimator_options"] = self._estimator.options
-        state["estimator_state"] = self._estimator.state_dict()
+        state["options"] = self.statistics.options
+        state["statistics_state"] = self.statistics.state_dict()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        if "estimator_state" not in state:  # Optimizer calls this with its own attributes only
+        if "statistics_state" not in state:  # Optimizer calls this with its own attributes only
             super().__setstate__(state)
             return
-        options, estimator_state = state.pop("estimator_options"), state.pop("estimator_state")
+        options, statistics_state = state.pop("options"), state.pop("statistics_state")
         super().__setstate__(state)
-        self._attach(GainEstimator(self._inner, self._rule, options))
-        self._estimator.load_state_dict(estimator_state)
+        self._attach(GradientStatistics(self._rule, options))
+        self.statistics.load_state_dict(statistics_state)
 
-    def _attach(self, estimator: GainEstimator) -> None:
-        """Connect to the inner optimizer and to `estimator`.
+    def _attach(self, statistics: GradientStatistics) -> None:
+        """Connect to the inner optimizer and to `statistics`.
 
         Methods of this class set no attribute after this: the optimizer of Lightning takes AdaScale as its
         class and reads its attributes, but what a method sets on it would not reach AdaScale.
         """
         self._inner_step: Callable[[], float | None] = self._inner.step  # may be replaced by ours later
-        self._estimator = estimator
-        estimator.statistics.joinable = weakref.proxy(self)
-        weakref.finalize(self, estimator.statistics.remove_hooks)
+        self.statistics = statistics
+        statistics.joinable = weakref.proxy(self)
+        weakref.finalize(self, statistics.stop)
         self._share_groups_and_state()
         reference = weakref.ref(self)
 
@@ -421,10 +409,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             adascale = reference()
             if adascale is not None:
                 adascale._share_groups_and_state()
-                adascale._rule.loaded_optimizer()
 
         self._inner.register_load_state_dict_post_hook(share)
-        estimator.begin_step()
+        statistics.begin_step()
 
     def _share_groups_and_state(self) -> None:
         """Use the groups and the state of the inner optimizer, which replaces them when it loads."""
@@ -435,17 +422,20 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002
         """Return the hook for a rank without data in `Join([model, optimizer])`."""
-        return StatisticsJoinHook(self._estimator.end_step_without_data)
+        hook = JoinHook()
+        # `Join` calls it for each step of the peers.
+        hook.main_hook = self.statistics.end_step_without_data  # type: ignore[method-assign]
+        return hook
 
     @property
     def join_device(self) -> torch.device:
         """The device of the all-reduce of statistics."""
-        return self._estimator.statistics.parameters.device
+        return self.statistics.parameters.device
 
     @property
     def join_process_group(self) -> Any:
         """The ranks of the all-reduce of statistics."""
-        group = self._estimator.statistics.reader.process_group
+        group = self.statistics.reader.process_group
         return dist.group.WORLD if group is None else group
 
 

@@ -317,7 +317,7 @@ class ElasticTrainer:
         Read it before `backward()`. A step may begin again before it was complete, because replicas were lost
         or the batch did not fit into memory.
         """
-        return self._require_training().steps.at_boundary
+        return self._require_training().accumulation.at_first_micro_batch
 
     @property
     def completes_step(self) -> bool:

@@ -19,14 +19,14 @@ from adascale_core.batch.plans import BatchPlan
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
-from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.gradients.step_failure import StepFailure, forward_without_activations
 from adascale_worker.gradients.step_times import StepTimes
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.patching import MethodOverride
+from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.program.trained_parameters import TrainedParameters
-from adascale_worker.torch_private.modules import let_clipping_find_no_gradients
+from adascale_worker.torch_private.modules import call_of, let_clipping_find_no_gradients, override_call
 
 
 class Accumulation:
@@ -85,11 +85,6 @@ class Accumulation:
         return self.micro_batch == self._accumulation - 1
 
     @property
-    def is_later_and_last(self) -> bool:
-        """Whether the present micro-batch is the last of a step, and others came before."""
-        return self.at_last_micro_batch and not self.at_first_micro_batch
-
-    @property
     def kept_micro_batches(self) -> int:
         """The earlier micro-batches of this step that are not left out."""
         return self.micro_batch - self.weights.left_out
@@ -130,8 +125,10 @@ class Accumulation:
         self._accumulation, self.local_bsz = plan.accumulation, plan.local_bsz
         self.weights.set_plan(plan)
         for part in self.parts:
-            part.adascale.set_num_gradients_to_accumulate(plan.accumulation)
-            part.adascale.update_scale(scale, plan.replicas)
+            part.statistics.change_options(
+                world_size=plan.replicas, accumulation=plan.accumulation, scale=float(scale)
+            )
+            part.statistics.begin_step()
         self.restart_step()
 
     def use_step(self, step: StepPlan) -> None:
@@ -140,8 +137,8 @@ class Accumulation:
         self.local_bsz = plan.local_bsz
         compares_steps = self._division.compares_steps(plan)
         for part in self.parts:
-            part.adascale.use_step(
-                micro_batches=plan.accumulation, interval=step.interval, compares_steps=compares_steps
+            part.statistics.change_options(
+                accumulation=plan.accumulation, interval=step.interval, compares_steps=compares_steps
             )
         if plan.accumulation != self._accumulation:
             self._accumulation = plan.accumulation
@@ -221,7 +218,7 @@ class Accumulation:
                 awaits = {part: part in reached or part.awaits_average(number) for part in self.parts}
                 awaited, is_weighted = self._agree(awaits), False
             elif reached:
-                self._times.compute.end_backward()
+                self._times.end_backward()
                 awaited = reached
         for part in self.parts:
             if part in awaited:
@@ -258,107 +255,121 @@ class Accumulation:
         if is_weighted:
             self.weights.exchange()
         if self.weights.left_out:
-            part.adascale.statistics.leave_out_step()
+            part.statistics.leave_out_step()
         with self._times.measured_exchange():
             part.exchange.wait()
         part.finish_average(self._accumulation, self.weights.of_step, self.micro_weight)
         self._group.settle()
 
-    def zeroed(self, deleted: Mapping[OptimizerGradients, tuple[set[int], bool]]) -> None:
-        """Record that the program has deleted gradients of each optimizer: some, or all of its own."""
-        try:
-            for part, (positions, is_whole) in deleted.items():
-                part.zeroed(positions, is_whole=is_whole)
-        except RuntimeError as error:
-            if not self._failure.handles(error):
-                raise
+    def patch_zero_grad(self, owner: Any, parameters: Iterable[Tensor]) -> None:
+        """Let `zero_grad` of a model or an optimizer also record which gradients it deletes."""
+        given, original = list(parameters), owner.zero_grad
+        deleted = {part: part.positions_of(given) for part in self.parts}
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            try:
+                for part, (positions, is_whole) in deleted.items():
+                    part.zeroed(positions, is_whole=is_whole)
+            except RuntimeError as error:
+                if not self._failure.handles(error):
+                    raise
+
+        owner.zero_grad = MethodOverride(original, zero_grad)
 
 
-class ZeroGrad(MethodOverride):
-    """Zeroes gradients, and lets the trainer know which."""
+def patch_forward(
+    model: torch.nn.Module,
+    group: ReplicaGroup,
+    failure: StepFailure,
+    accumulation: Accumulation,
+    record_buffers: Callable[[], None],  # before the first forward pass of a step
+) -> None:
+    """Replace the forward of a model while it trains: its first call prepares a step."""
+    original = call_of(model)
 
-    def __init__(
-        self, original: Callable[..., Any], parameters: Iterable[Tensor], gradients: Accumulation
-    ) -> None:
-        super().__init__(original)
-        given = list(parameters)
-        self._gradients = gradients
-        self._deleted = {part: part.positions_of(given) for part in gradients.parts}
+    def prepare() -> None:
+        if not group.has_mesh:
+            accumulation.note_trained()
+        if group.is_elastic or group.replicas == 1:
+            record_buffers()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Call the original."""
-        self.original(*args, **kwargs)
-        self._gradients.zeroed(self._deleted)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not model.training or is_traced():
+            return original(*args, **kwargs)
+        # A model that is sharded over the processes of a replica makes collective calls, which an error ends.
+        if group.has_mesh or not (failure.is_discarded or group.has_failed):
+            try:
+                prepare()
+                return original(*args, **kwargs)
+            except (RuntimeError, MemoryError, PeersLostError) as error:
+                if group.has_mesh or not failure.handles(error):
+                    raise
+        # The step is discarded before an optimizer uses its gradients.
+        failure.discard()
+        prepare()
+        if failure.lacks_memory:
+            # The error is deleted: its traceback has kept the activations.
+            size, parameters = accumulation.local_bsz, model.parameters()
+            return forward_without_activations(original, args, kwargs, size, parameters)
+        return original(*args, **kwargs)
+
+    override_call(model, MethodOverride(original, forward))
 
 
-class BackwardGuard:
-    """Replaces `torch.autograd.backward`, which `Tensor.backward` calls, to handle its errors.
+# Hooks cannot do this: autograd calls them inside a pass. An error of a node, of the exchange or of an
+# allocation leaves the engine after the last hook, and `backward()` raises it in the user's loop. Only what
+# calls the engine can catch it, and can leave a pass out. The tensor whose `backward()` the program calls is
+# its own loss, so no method of one object is enough. A subclass of Tensor or a `TorchFunctionMode` would see
+# that call, but also every other call of a function of torch, each of which it makes slower. A process group
+# in Python could handle errors of the communication, but not a lack of memory, and costs time for each bucket
+# of gradients.
 
-    It also calls `Accumulation` before and after a pass, except for the passes of re-entrant checkpoints
-    inside it.
+
+def guard_backward(failure: StepFailure, gradients: Accumulation) -> Callable[[], None]:
+    """Replace `torch.autograd.backward`, which `Tensor.backward` calls, and return what restores it.
+
+    Its errors are handled, and `gradients` learns of each pass, but not of those of re-entrant checkpoints
+    inside it as others. Clipping finds no gradients meanwhile without an error.
     """
-
-    # Hooks cannot do this: autograd calls them inside a pass. An error of a node, of the exchange or of
-    # an allocation leaves the engine after the last hook, and `backward()` raises it in the user's loop.
-    # Only what calls the engine can catch it, and can leave a pass out. The tensor whose `backward()` the
-    # program calls is its own loss, so no method of one object is enough. A subclass of Tensor or a
-    # `TorchFunctionMode` would see that call, but also every other call of a function of torch, each of which
-    # it makes slower. A process group in Python could handle errors of the communication, but
-    # not a lack of memory, and costs time for each bucket of gradients.
-
-    def __init__(self, failure: StepFailure, gradients: Accumulation) -> None:
-        self._failure = failure
-        self._gradients = gradients
-        self._is_inside = False
-        self._original: Callable[..., None] | None = None
-        self._replacement: Callable[..., None] | None = None
-        self._undo: Callable[[], None] | None = None
-
-    def install(self) -> None:
-        """Replace `torch.autograd.backward`, and let clipping find no gradients."""
-        if self._original is None:
-            self._original = torch.autograd.backward
-
-            @functools.wraps(self._original)
-            def backward(*args: Any, **kwargs: Any) -> None:
-                self._backward(*args, **kwargs)
-
-            torch.autograd.backward = self._replacement = backward
-            self._undo = let_clipping_find_no_gradients()
-
-    def uninstall(self) -> None:
-        """Restore `torch.autograd.backward`, unless it was replaced again since."""
-        if self._undo is not None and torch.autograd.backward is self._replacement:
-            assert self._original is not None
-            torch.autograd.backward, self._original = self._original, None
-            self._undo()
-
-    def _backward(self, *args: Any, **kwargs: Any) -> None:
-        if self._failure.lacks_memory:
-            return
-        if self._is_inside:
-            self._gradients.before_inner_backward()
-            self._run(*args, **kwargs)
-            return
-        with self._handled():
-            self._gradients.before_backward()
-        self._is_inside = True
-        try:
-            self._run(*args, **kwargs)
-        finally:
-            self._is_inside = False
-        with self._handled():
-            self._gradients.after_backward()
-
-    def _run(self, *args: Any, **kwargs: Any) -> None:
-        assert self._original is not None
-        with self._handled():
-            self._original(*args, **kwargs)
+    original = torch.autograd.backward
+    is_inside = False
 
     @contextmanager
-    def _handled(self) -> Iterator[None]:
+    def handled() -> Iterator[None]:
         try:
             yield
         except (RuntimeError, MemoryError, PeersLostError) as error:
-            if not self._failure.handles(error):
+            if not failure.handles(error):
                 raise
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        nonlocal is_inside
+        if failure.lacks_memory:
+            return
+        if is_inside:
+            gradients.before_inner_backward()
+            with handled():
+                original(*args, **kwargs)
+            return
+        with handled():
+            gradients.before_backward()
+        is_inside = True
+        try:
+            with handled():
+                original(*args, **kwargs)
+        finally:
+            is_inside = False
+        with handled():
+            gradients.after_backward()
+
+    def restore() -> None:
+        # Unless it was replaced again since.
+        if torch.autograd.backward is backward:
+            torch.autograd.backward = original
+            undo()
+
+    torch.autograd.backward = backward
+    undo = let_clipping_find_no_gradients()
+    return restore

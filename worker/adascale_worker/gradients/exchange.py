@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.trained_parameters import Flags
+from adascale_worker.scaling.statistics.norms import batches
 from adascale_worker.torch_private.autograd import flatten_together
 
 BUCKET_BYTES = 25 << 20
@@ -214,16 +215,8 @@ class GradientExchange:
 
 def _divided(shards: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
     """Yield parts of one type and device, each with at most `BUCKET_BYTES` if possible."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
-    for position, shard in shards:
-        kinds.setdefault((shard.dtype, shard.device), []).append((position, shard))
-    for same in kinds.values():
-        part: list[tuple[int, Tensor]] = []
-        size = 0
-        for position, shard in same:
-            if part and size + shard.nbytes > BUCKET_BYTES:
-                yield part
-                part, size = [], 0
-            part.append((position, shard))
-            size += shard.nbytes
-        yield part
+    kinds = list(dict.fromkeys((shard.dtype, shard.device) for _, shard in shards))
+    ordered = sorted(shards, key=lambda each: kinds.index((each[1].dtype, each[1].device)))
+    sizes = [shard.nbytes for _, shard in ordered]
+    for batch in batches(sizes, [(shard.dtype, shard.device) for _, shard in ordered], BUCKET_BYTES):
+        yield [ordered[n] for n in batch]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -31,36 +30,11 @@ _REMEDY = (
 )
 
 
-@dataclass
-class _Sums:
-    """Sums over micro-batches: of their weights, and of how many were weighted, above 0, not, or left out.
+_Sums = tuple[float, float, float, float]
+"""Sums over micro-batches: of their weights, and of how many were weighted, above 0, and not weighted.
 
-    Of those of a replica, each process has its parts; the leader counts which are above 0.
-    """
-
-    weights: float = 0.0
-    weighted: float = 0.0
-    positive: float = 0.0
-    unweighted: float = 0.0
-    left_out: int = 0
-
-    @property
-    def known(self) -> float:
-        """How many have a weight, where one that is left out has the weight 0; 0 if none was weighted."""
-        return self.weighted and self.weighted + self.left_out
-
-    def numbers(self) -> tuple[float, ...]:
-        return self.weights, self.known, self.positive, self.unweighted
-
-    def plus(self, weight: float | None, *, is_positive: bool, is_unweighted: bool) -> _Sums:
-        """Return the sums with another micro-batch."""
-        return _Sums(
-            self.weights + (weight or 0.0),
-            self.weighted + (weight is not None),
-            self.positive + is_positive,
-            self.unweighted + is_unweighted,
-            self.left_out,
-        )
+Of those of a replica, each process has its parts; the leader counts which are above 0.
+"""
 
 
 class MicroBatchWeights:
@@ -81,13 +55,15 @@ class MicroBatchWeights:
         self._next_unit: float | None = None
         self._are_used: bool | None = None
         """Whether the steps of this generation have weights; None before the first."""
-        self._earlier = _Sums()
+        self._earlier: _Sums = (0.0, 0.0, 0.0, 0.0)
         """The sums of the earlier micro-batches of this step."""
+        self.left_out = 0
+        """How many micro-batches of this step are left out, on each replica."""
         self._weight: float | None = None
         """The weight of the present micro-batch, after its first weighted backward pass."""
         self._is_positive = self._has_unweighted_pass = False
         self._is_inside_pass = self._is_weighted_pass = False
-        self._unagreed: _Sums | None = None
+        self._unagreed: Sequence[float] | None = None
         """The sums of the last step, if its replicas have not exchanged them."""
         self._exchanged: StepWeights | None = None
         """The weights of the step, once they are exchanged, which is in its last micro-batch."""
@@ -184,7 +160,7 @@ class MicroBatchWeights:
     def check_pass(self) -> None:
         """Check that the passes of the present micro-batch have a weight, or none has. No collective call."""
         if self._weight is not None and self._has_unweighted_pass:
-            raise self._mixed_here(self._present())
+            raise self._mixed_here()
 
     # -- the weights of a step ----------------------------------------------------------------------------
 
@@ -196,37 +172,36 @@ class MicroBatchWeights:
         kept = self._accumulation - self.left_out
         return StepWeights(float(kept), kept * self._group.replicas)
 
-    @property
-    def left_out(self) -> int:
-        """How many micro-batches of this step are left out, on each replica."""
-        return self._earlier.left_out
-
     def leave_out(self) -> None:
         """Leave the present micro-batch out of its step. It counts then, without a pass."""
-        self._earlier.left_out += 1
+        self.left_out += 1
 
     def sums(self) -> tuple[float, ...]:
-        """Return the numbers that `agree` sums over the replicas."""
-        return self._present().numbers()
+        """Return the numbers that `agree` sums over the replicas.
+
+        Where micro-batches are weighted, one that is left out has the weight 0.
+        """
+        weights, weighted, positive, unweighted = self._present()
+        return weights, weighted and weighted + self.left_out, positive, unweighted
 
     def exchange(self) -> None:
         """Exchange the weights of this step, once. A collective call, in the last micro-batch."""
         if self._exchanged is None:
-            if self._earlier.weighted + self.left_out < self._accumulation - 1:
-                raise self._mixed_here(self._present())
+            if self._earlier[1] + self.left_out < self._accumulation - 1:
+                raise self._mixed_here()
             self.agree(self._sum(self.sums()))
 
     def check_step(self) -> None:
         """Check that all micro-batches of this step have a weight, or none has. No collective call."""
-        sums = self._present()
-        if self._exchanged is None and (self._are_used or sums.weighted) and sums.known < self._accumulation:
-            raise self._mixed_here(sums)
+        known = self.sums()[1]
+        if self._exchanged is None and (self._are_used or known) and known < self._accumulation:
+            raise self._mixed_here()
 
     def exchange_later(self) -> None:
         """Agree that the steps have no weights, if that is not known. A collective call."""
         unagreed, self._unagreed = self._unagreed, None
         if unagreed is not None and self._are_used is not False:
-            self.agree(self._sum(unagreed.numbers()))
+            self.agree(self._sum(unagreed))
 
     def _sum(self, numbers: Sequence[float]) -> Sequence[float]:
         return self._group.sum(self._group.own.sum(numbers))
@@ -259,26 +234,32 @@ class MicroBatchWeights:
 
     def finish_micro_batch(self, *, completes_step: bool) -> None:
         """Count a micro-batch."""
-        self._earlier = self._present()
         if completes_step:
-            self._unagreed = self._earlier if self._exchanged is None else None
+            self._unagreed = self.sums() if self._exchanged is None else None
             if self._exchanged is not None and self._unit is None:
                 self._unit = self._next_unit
-            self._earlier = _Sums()
-        self.begin_micro_batch()
+            self.restart_step()
+        else:
+            self._earlier = self._present()
+            self.begin_micro_batch()
 
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step."""
-        self._earlier = _Sums()
+        self._earlier, self.left_out = (0.0, 0.0, 0.0, 0.0), 0
         self.begin_micro_batch()
 
     def _present(self) -> _Sums:
-        return self._earlier.plus(
-            self._weight, is_positive=self._is_positive, is_unweighted=self._has_unweighted_pass
+        weights, weighted, positive, unweighted = self._earlier
+        return (
+            weights + (self._weight or 0.0),
+            weighted + (self._weight is not None),
+            positive + self._is_positive,
+            unweighted + self._has_unweighted_pass,
         )
 
-    def _mixed_here(self, sums: _Sums) -> WorkerError:
-        return _mixed(sums.weighted, self._accumulation, "on this replica", sums.unweighted)
+    def _mixed_here(self) -> WorkerError:
+        _, weighted, _, unweighted = self._present()
+        return _mixed(weighted, self._accumulation, "on this replica", unweighted)
 
 
 def _mixed(weighted: float, micro_batches: int, where: str, unweighted: float) -> WorkerError:

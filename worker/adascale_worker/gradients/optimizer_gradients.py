@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.exchange import GradientExchange
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.program.trained_parameters import Flags
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.scaling.statistics.steps import StepWeights
@@ -42,7 +42,7 @@ class OptimizerGradients:
     def __init__(
         self,
         name: str,
-        adascale: ElasticAdaScale,
+        adascale: AdaScale,
         parameters: Iterable[Tensor],
         group: ReplicaGroup,
         *,
@@ -50,7 +50,7 @@ class OptimizerGradients:
     ) -> None:
         self.name = name
         self.adascale = adascale
-        self._statistics = adascale.statistics
+        self.statistics = adascale.statistics
         self._group = group
         number_of = {id(p): n for n, each in enumerate(adascale.param_groups) for p in each["params"]}
         optimized = (p for each in adascale.param_groups for p in each["params"])
@@ -217,10 +217,10 @@ class OptimizerGradients:
     def begin_average(self) -> None:
         """Begin with the exchange of the new gradients. A collective call, which does not wait."""
         if self.is_averaged:
-            self._statistics.discard_measurement()
+            self.statistics.discard_measurement()
             if not self._has_several_passes:
                 # The micro-gradient is the sum of several passes, of which the first were not kept.
-                self._statistics.leave_out_step()
+                self.statistics.leave_out_step()
                 self._has_several_passes = True
         if self._group.replicas > 1:
             self.exchange.flush()
@@ -231,16 +231,16 @@ class OptimizerGradients:
         self._divisor = float(accumulation) if weights is None else weights.divisor
         if self._group.replicas > 1:
             self._set_means(self.exchange.means())
-        elif self._hidden or self._earlier or self._has_several_passes or self._statistics.reads_gradients:
+        elif self._hidden or self._earlier or self._has_several_passes or self.statistics.reads_gradients:
             every = range(len(self._parameters))
             pairs = zip(every, self._take(every), strict=True)
             self._set_means((position, mean) for position, mean in pairs if mean is not None)
         self.is_averaged = True
-        if self._has_several_passes and self._statistics.reads_gradients:
+        if self._has_several_passes and self.statistics.reads_gradients:
             self._read(list(self._local), list(self._local.values()))
         if weights is not None:
-            self._statistics.weigh_step(weights)
-        self._statistics.measure(weight)
+            self.statistics.weigh_step(weights)
+        self.statistics.measure(weight)
         self.adascale.scale_grad_by_num_grads_to_accum()
 
     def _take(self, positions: Sequence[int]) -> list[Tensor | None]:
@@ -256,7 +256,7 @@ class OptimizerGradients:
             found = [None if gradient is None else local_shard(gradient) for gradient in found]
         if self._has_several_passes:
             _add(self._local, _present(positions, found))
-        elif self._statistics.reads_gradients:
+        elif self.statistics.reads_gradients:
             self._read(positions, found)
         # `.grad` is divided in place.
         copies = self._divisor != 1.0 and self._group.replicas == 1
@@ -299,20 +299,15 @@ class OptimizerGradients:
 
     def _read(self, positions: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Read the squared norms of gradients of this replica for the statistics."""
-        groups: dict[int | None, tuple[list[Tensor], list[Tensor]]] = {}
-        last: int | None = None
+        groups: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         for position, gradient in zip(positions, gradients, strict=True):
-            if gradient is None:
-                continue
             number = self._number_of[position]
-            if number != last or not groups:
+            if gradient is not None and number is not None:
                 parameters, found = groups.setdefault(number, ([], []))
-                last = number
-            parameters.append(self._parameters[position])
-            found.append(gradient)
-        for number, (parameters, found) in groups.items():
-            if number is not None:
-                self._statistics.reader.read(number, parameters, found)
+                parameters.append(self._parameters[position])
+                found.append(gradient)
+        for number, own in groups.items():
+            self.statistics.reader.read(number, *own)
 
     # -- what the program does ----------------------------------------------------------------------------
 
@@ -337,7 +332,7 @@ class OptimizerGradients:
             self._is_stale = False
             self._passes = 0
             self._batches.clear()
-            self._statistics.discard_measurement()
+            self.statistics.discard_measurement()
 
     def check_step(self, micro_batch: int, *, is_inside: bool) -> None:
         """Check a call of `step()`, inside the data loop or not, and count it for the present batch."""
@@ -383,7 +378,7 @@ class OptimizerGradients:
         has_gradients = any(parameter.grad is not None for parameter in self._parameters)
         self._has_had_gradients = self._has_had_gradients or has_gradients or is_restored
         if not self.is_averaged:
-            self._statistics.discard_step()
+            self.statistics.discard_step()
         self._steps += 1
         if not self._has_had_gradients and self._steps == MAX_STEPS_WITHOUT_GRADIENTS:
             raise WorkerError(
@@ -404,9 +399,9 @@ class OptimizerGradients:
     def finish_micro_batch(self, weight: float) -> None:
         """Keep the gradients of a micro-batch that does not complete a step."""
         self.set_aside()
-        if self._statistics.reads_gradients:
+        if self.statistics.reads_gradients:
             self._read(list(self._local), list(self._local.values()))
-            self._statistics.reader.end(weight)
+            self.statistics.reader.end(weight)
         known = [position for position in self._local if position in self._earlier]
         add_in_place([self._earlier[n] for n in known], [self._local[n] for n in known])
         self._earlier = {**self._local, **self._earlier}
@@ -444,7 +439,7 @@ class OptimizerGradients:
         self.finish_step()
         self._hidden, self._taken = {}, {}
         self._may_be_stale = self._is_stale = self.has_stepped = False
-        self._statistics.discard_step()
+        self.statistics.discard_step()
 
 
 def _present(positions: Sequence[int], gradients: Sequence[Tensor | None]) -> Gradients:

@@ -11,6 +11,7 @@ gradients are zero. Any other error, such as of the program's own loss function,
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -135,11 +136,11 @@ def forward_without_activations(
     if not sources:
         return output
     # A loop may register hooks on the output, or compute gradients of it by `torch.autograd.grad`.
-    return _mapped(
+    return mapped(
         output,
         lambda tensor: (
             _ZeroGradients.apply(tensor, *sources)
-            if tensor.is_floating_point() or tensor.is_complex()
+            if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex())
             else tensor
         ),
     )
@@ -175,14 +176,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _part_of(value: Any, size: int, batch: int) -> Any:
     """Return the first `size` samples of the tensors in `value` that have `batch` samples."""
-    return _mapped(value, lambda tensor: tensor[:size] if _samples(tensor) == batch else tensor)
+    return mapped(value, lambda tensor: tensor[:size] if _samples(tensor) == batch else tensor)
 
 
 def _repeated(value: Any, size: int, batch: int) -> Any:
     """Return `value` with the tensors that have `size` samples extended to `batch` samples."""
     if size == batch:
         return value
-    return _mapped(
+    return mapped(
         value,
         lambda tensor: (
             tensor[torch.arange(batch, device=tensor.device) % size] if _samples(tensor) == size else tensor
@@ -190,21 +191,20 @@ def _repeated(value: Any, size: int, batch: int) -> Any:
     )
 
 
-def _samples(tensor: Tensor) -> int | None:
-    return tensor.shape[0] if tensor.dim() else None
+def _samples(value: Any) -> int | None:
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else None
 
 
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with `function` applied to the tensors in it, in tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return function(value)
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return `value` with `function` applied to what the tuples, lists and dicts in it contain."""
     if isinstance(value, dict):
-        made = type(value)() if type(value) is not dict else {}
+        # A subclass, such as that of a model's state_dict, keeps its type and its attributes.
+        made = copy.copy(value)
         for key, member in value.items():
-            made[key] = _mapped(member, function)
+            made[key] = mapped(member, function)
         return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(member, function) for member in value))
+        return type(value)(*(mapped(member, function) for member in value))
     if type(value) in (tuple, list):
-        return type(value)(_mapped(member, function) for member in value)
-    return value
+        return type(value)(mapped(member, function) for member in value)
+    return function(value)

@@ -15,90 +15,43 @@ Place = tuple[int, BatchPlan]
 """The generation and the batch plan of a step: times are compared within these."""
 
 
-class ComputeTimer:
-    """Measures the time from the beginning of a step to the end of its last backward pass.
+class StepTimes:
+    """The time for which a step waits for the exchange of gradients, and that of its computation.
 
-    All replicas begin a step at the same time, because all of them have waited for the same exchange. Where a
-    replica waits in between, the timer is suspended. The optimizer's own step is left out.
+    All replicas begin to compute at the same time, because all have waited for the same exchange, until their
+    last backward pass ends. Where a replica waits in between, the computation is suspended.
     """
 
-    def __init__(self, clock: DeviceClock) -> None:
-        self._clock = clock
-        self._spans: list[tuple[Any, Any]] = []
-        """Marks of the clock at the beginning and end of computation in the present step."""
-        self._since: Any = None
-        """Mark of the clock at the beginning of the present span; None while it is suspended."""
-        self._is_running = self._is_complete = False
-        self._measured: PendingTimes[Place] = PendingTimes(clock)
-        self._recent = RecentTimes()
-        self._place: Place | None = None
-
-    def begin_step(self) -> None:
-        """Begin with a step, when all replicas have made the one before."""
-        self._spans = []
-        self._since = self._clock.mark()
-        self._is_running, self._is_complete = True, False
-
-    def suspend(self) -> None:
-        """Leave out the time until `resume`, in which this replica may wait for others."""
-        if self._since is not None:
-            self._spans.append((self._since, self._clock.mark()))
-            self._since = None
-
-    def resume(self) -> None:
-        """Continue after `suspend`."""
-        if self._is_running and self._since is None:
-            self._since = self._clock.mark()
-
-    def end_backward(self) -> None:
-        """End the measurement: all gradients of this replica are computed, and it waits for the others."""
-        if self._is_running:
-            self.suspend()
-            self._is_running, self._is_complete = False, True
-
-    def finish_step(self, place: Place, *, counts: bool) -> None:
-        """Record the time of a step, if nothing else was done (`counts`). Does not wait for the device."""
-        if place != self._place:
-            self._place = place
-            self._recent.clear()
-        if counts and self._is_complete:
-            self._measured.add(place, *self._spans)
-        for measured_in, seconds in self._measured.take():
-            if measured_in == place:
-                self._recent.add(seconds)
-        self._is_running = self._is_complete = False
-        self._since = None
-
-    @property
-    def typical(self) -> TypicalTime:
-        """The typical time of the last steps."""
-        return self._recent.typical
-
-
-class StepTimes:
-    """The time for which a step waits for the exchange of gradients, and that of its computation."""
-
     def __init__(self, group: ReplicaGroup, clock: DeviceClock) -> None:
-        self.compute = ComputeTimer(clock)
         self._group = group
         self._clock = clock
         self._exchanges: list[tuple[Any, Any]] = []
         """The exchanges of the present step: marks of the clock at their beginning and end."""
-        self._measured: PendingTimes[None] = PendingTimes(clock)
+        self._exchanged: PendingTimes[None] = PendingTimes(clock)
         self._sync_time: float | None = None
+        self._spans: list[tuple[Any, Any]] = []
+        """Those of the computation."""
+        self._since: Any = None
+        """Mark of the clock at the beginning of the present span; None while it is suspended."""
+        self._is_running = self._is_complete = False
+        self._computed: PendingTimes[Place] = PendingTimes(clock)
+        self._recent = RecentTimes()
+        self._place: Place | None = None
+
+    # -- the exchange -------------------------------------------------------------------------------------
 
     def begin_timing(self) -> None:
         """Time the exchange of gradients of the next steps only."""
         self._sync_time = None
         self._exchanges.clear()
-        self._measured.clear()
+        self._exchanged.clear()
 
     def begin_step(self) -> None:
         """Use the times that were measured in the steps before."""
         if self._exchanges:
-            self._measured.add(None, *self._exchanges)
+            self._exchanged.add(None, *self._exchanges)
             self._exchanges.clear()
-        for _, seconds in self._measured.take():
+        for _, seconds in self._exchanged.take():
             self._sync_time = seconds
 
     def sync_time(self) -> float | None:
@@ -118,3 +71,46 @@ class StepTimes:
         started = self._clock.mark()
         yield
         self._exchanges.append((started, self._clock.mark()))
+
+    # -- the computation ----------------------------------------------------------------------------------
+
+    def begin_computation(self) -> None:
+        """Begin with a step, when all replicas have made the one before."""
+        self._spans = []
+        self._since = self._clock.mark()
+        self._is_running, self._is_complete = True, False
+
+    def suspend(self) -> None:
+        """Leave out the time until `resume`, in which this replica may wait for others."""
+        if self._since is not None:
+            self._spans.append((self._since, self._clock.mark()))
+            self._since = None
+
+    def resume(self) -> None:
+        """Continue after `suspend`."""
+        if self._is_running and self._since is None:
+            self._since = self._clock.mark()
+
+    def end_backward(self) -> None:
+        """End the computation: all gradients of this replica are there, and it waits for the others."""
+        if self._is_running:
+            self.suspend()
+            self._is_running, self._is_complete = False, True
+
+    def finish_step(self, place: Place, *, counts: bool) -> None:
+        """Record the time of a step, if nothing else was done (`counts`). Does not wait for the device."""
+        if place != self._place:
+            self._place = place
+            self._recent.clear()
+        if counts and self._is_complete:
+            self._computed.add(place, *self._spans)
+        for measured_in, seconds in self._computed.take():
+            if measured_in == place:
+                self._recent.add(seconds)
+        self._is_running = self._is_complete = False
+        self._since = None
+
+    @property
+    def typical(self) -> TypicalTime:
+        """The typical time of computation of the last steps."""
+        return self._recent.typical

@@ -40,12 +40,11 @@ if TYPE_CHECKING:
     from adascale_worker.gradients.step_division import StepDivision
     from adascale_worker.gradients.step_failure import StepFailure
     from adascale_worker.gradients.step_times import StepTimes
-    from adascale_worker.gradients.trained_models import ModelBuffers
     from adascale_worker.loop.agreement import LoopDepartures
     from adascale_worker.loop.evaluation import EvaluationSequence
     from adascale_worker.loop.failures import MemoryShortage
     from adascale_worker.loop.generations import Membership
-    from adascale_worker.loop.steps import StepUndo
+    from adascale_worker.loop.steps import ModelBuffers, StepUndo
     from adascale_worker.program.optimizers import Optimizers
     from adascale_worker.program.parts import ProgramParts
     from adascale_worker.program.program_loop import ProgramLoop

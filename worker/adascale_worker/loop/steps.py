@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,20 +22,21 @@ from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages.channel import Stepped, Terminated
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.errors import NonFiniteWeightsError, WorkerError
-from adascale_worker.gradients.accumulation import ZeroGrad
-from adascale_worker.gradients.loss_scaling import UnregisteredScaler
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
-from adascale_worker.gradients.step_division import StepPlan
+from adascale_worker.gradients.step_failure import mapped
 from adascale_worker.loop.agreement import REQUESTS, Requests
 from adascale_worker.loop.context import Context
+from adascale_worker.loop.loss_scaling import CHECKED_CALLS, require_registered_scaler
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.parts import warn_of_parameters_outside
 from adascale_worker.program.patching import patch_step
 from adascale_worker.program.program_loop import ProgramPlace
 from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.scaling.statistics.norms import copied
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.tree import Tree
+from adascale_worker.torch_private.autograd import version_of
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
@@ -58,20 +59,19 @@ class StepUndo:
         self._program = program
         self._progress = progress
         self._memory: list[Tensor] = []
-        self._used: list[Tensor] = []
         self.state: Tree | None = None  # None between two steps
 
     def begin_step(self) -> None:
         """Copy the state, at the beginning of a step."""
-        self._used = []
-        self.state = self._copied(
-            {
-                "program": self._program.state_dict(),
-                "progress": self._progress.state_dict(),
-                "trained": self._program.trained.state_dict(),
-            }
-        )
-        self._memory = self._used
+        state = {
+            "program": self._program.state_dict(),
+            "progress": self._progress.state_dict(),
+            "trained": self._program.trained.state_dict(),
+        }
+        self.state, self._memory = _copied(state, self._memory)
+
+    def record(self) -> None:
+        """Do nothing at a forward pass: everything is copied before."""
 
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""
@@ -94,39 +94,91 @@ class StepUndo:
             # Only now, so that it can be put back again after an error, such as a lack of memory.
             self.state = None
 
-    def _copied(self, value: Any) -> Any:
-        """Copy dicts, lists and values, and tensors into memory that fits."""
+
+def _copied(tree: Any, memory: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Return a copy of a tree of dicts, lists and values, and its tensors: in `memory` where they fit."""
+    used: list[Tensor] = []
+
+    def copy_of(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._copied_tensor(value.detach())
-        if isinstance(value, dict):
-            # A subclass, such as that of a model's state_dict, keeps its type and its attributes.
-            made = copy.copy(value)
-            for key, member in value.items():
-                made[key] = self._copied(member)
-            return made
-        if type(value) in (list, tuple):
-            return type(value)(map(self._copied, value))
-        if isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen"):
-            return copy.copy(value)
-        return value
+            used.append(copied(value.detach(), memory[len(used)] if len(used) < len(memory) else None))
+            return used[-1]
+        is_changed_in_place = isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen")
+        return copy.copy(value) if is_changed_in_place else value
 
-    def _copied_tensor(self, tensor: Tensor) -> Tensor:
-        number = len(self._used)
-        memory = self._memory[number] if number < len(self._memory) else None
-        if memory is None or _layout(memory) != _layout(tensor):
-            memory = torch.empty_like(tensor)
-        self._used.append(memory.copy_(tensor))
-        return memory
+    return mapped(tree, copy_of), used
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+class ModelBuffers:
+    """Puts the buffers of a model, such as BatchNorm's statistics, back if its step is discarded.
+
+    Buffers are copied if their version has changed. The kernels of BatchNorm change `running_mean` and
+    `running_var` without counting a version, so buffers with such names are always copied.
+    """
+
+    state = None  # The other parts of the state change only in a step that succeeds.
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._places: list[tuple[torch.nn.Module, str, Tensor]] = []
+        """Module, name, buffer: a forward pass may assign another tensor to the name."""
+        self._is_recorded = False
+
+    def begin_step(self) -> None:
+        """Let the next call of `record` copy the buffers."""
+        self._is_recorded = False
+
+    def record(self) -> None:
+        """Copy the buffers, at the first forward pass of a step."""
+        if self._is_recorded:
+            return
+        self._is_recorded = True
+        copies = {}
+        self._places = list(self._buffers())
+        for _, name, buffer in self._places:
+            version = _version(name, buffer)
+            known = self._copies.get(id(buffer))
+            if known is None or known[0] is not buffer:
+                known = (buffer, buffer.detach().clone(), version)
+            elif known[2] != version or version < 0:
+                known = (buffer, known[1].copy_(buffer), version)
+            copies[id(buffer)] = known
+        self._copies = copies
+
+    def revert_progress(self) -> None:
+        """Do nothing: only a step that succeeds changes the progress."""
+
+    def restore(self) -> None:
+        """Put the buffers back that have changed since the first forward pass of this step."""
+        if not self._is_recorded:
+            return
+        self._is_recorded = False
+        with torch.no_grad():
+            for buffer, copied, version in self._copies.values():
+                if version < 0 or version_of(buffer) != version:
+                    buffer.copy_(copied)
+        for module, name, buffer in self._places:
+            if getattr(module, name, None) is not buffer:
+                setattr(module, name, buffer)
+        self._copies.clear()
+        self._places.clear()
+
+    def _buffers(self) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                yield module, name, buffer
+
+
+def _version(name: str, buffer: Tensor) -> int:
+    """Return the version of a buffer; -1 if a change may not be counted."""
+    return -1 if name.startswith("running_") else version_of(buffer)
 
 
 class Steps(Context):
     """Makes the steps of the replicas together, counts them, and lets the replicas agree on what follows.
 
-    `begin_step` and `use_step` are called for each step; `begin_batch` and `end_batch` around what the
+    `begin_step` is called for each step; `begin_batch` and `end_batch` around what the
     program does for each batch. `discard` puts a failed step back. `leave` ends a loop, `end_epoch` an epoch.
     """
 
@@ -144,9 +196,8 @@ class Steps(Context):
     _is_open = False
     """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
 
-    def __init__(self, known: Context, scaler: UnregisteredScaler) -> None:
+    def __init__(self, known: Context) -> None:
         super().__init__(known)
-        self._scaler = scaler
         self.agreed = Requests.none()
         """What all replicas have agreed on, in AdaScale's all-reduce, with the times of computation."""
 
@@ -167,28 +218,30 @@ class Steps(Context):
 
     # -- the program --------------------------------------------------------------------------------------
 
-    def patch(self, observe: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Replace `step` and `zero_grad` of the optimizers, and `zero_grad` of the models.
-
-        `observe` puts checks around `step`.
-        """
+    def patch(self) -> None:
+        """Replace `step` and `zero_grad` of the optimizers, and `zero_grad` of the models."""
         optimizers = self.parts.optimizers.values()
         owners: list[tuple[Any, Iterable[Tensor]]] = [
             *((each, [p for group in each.param_groups for p in group["params"]]) for each in optimizers),
             *((model, model.parameters()) for model in self.parts.models),
         ]
         for owner, parameters in owners:
-            owner.zero_grad = ZeroGrad(owner.zero_grad, parameters, self.accumulation)
+            self.accumulation.patch_zero_grad(owner, parameters)
         for part, optimizer in zip(self.accumulation.parts, optimizers, strict=True):
-            patch_step(optimizer, partial(observe(self.step_of), part))
+            patch_step(optimizer, partial(self.step_of, part))
 
     def step_of(self, part: OptimizerGradients) -> None:
         """Count a micro-batch of an optimizer, and in the last one of a step update its parameters."""
+        with self.program.rates.optimizer_step():
+            self._step_of(part)
+
+    def _step_of(self, part: OptimizerGradients) -> None:
         self.step_calls += 1
         self._has_changed = False
         self.loop.is_evaluating = False
         self.shutdown_request.reinstall()
-        self._scaler.check()
+        if self.step_calls <= CHECKED_CALLS:
+            require_registered_scaler(self.program.registered.values())
         if self.failure.is_discarded:
             self._skip_discarded()
             return
@@ -210,9 +263,9 @@ class Steps(Context):
             part.check_gradients(is_restored=self.state.was_restored)
             # The exchange must have succeeded before anything is changed. In this order, because other
             # replicas may have exchanged the statistics in backward() already.
-            part.adascale.statistics.exchange()
+            part.statistics.exchange()
             if self._leads(part):
-                part.adascale.flags = flags
+                part.statistics.flags = flags
             self._follow_trained(part)
             self.checkpointing.before_step()
             part.adascale.step()
@@ -232,7 +285,7 @@ class Steps(Context):
                 part.check_step(self.accumulation.kept_micro_batches, is_inside=self.loop.has_batch)
                 self._end_micro_batch()
                 part.finish_step()
-                part.adascale.statistics.discard_step()
+                part.statistics.discard_step()
                 if self._leads(part):
                     self._count_skipped()
 
@@ -255,7 +308,7 @@ class Steps(Context):
         changed = self.program.trained.follow(self.progress.step)
         part.drop_frozen(changed)
         if changed:
-            part.adascale.restart_statistics(changed)
+            part.statistics.restart_groups_of(changed)
             warn_of_parameters_outside(self.parts.model, self.optimizer)
 
     def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:  # noqa: ARG002
@@ -268,9 +321,9 @@ class Steps(Context):
     def _count(self, flags: tuple[float, ...]) -> None:
         """Count a step, in which this replica has requested `flags`, and agree on what to do after it."""
         self._skipped_steps = 0
-        planner, compute = self.planner, self.times.compute
+        planner, times = self.planner, self.times
         is_divided = planner.step_plan != planner.plan
-        compute.finish_step(
+        times.finish_step(
             (self.group.generation, planner.plan),
             counts=self.telemetry.step_timer.is_running and not is_divided,
         )
@@ -288,7 +341,7 @@ class Steps(Context):
         try:
             self._agree(flags)
             self.telemetry.compare(self.slow, self.progress.step)
-            compute.begin_step()
+            times.begin_computation()
             now = time.monotonic()
             self._steps_are_slow = now - self._stepped_at >= SLOW_STEP
             self._stepped_at = now
@@ -319,11 +372,6 @@ class Steps(Context):
 
     # -- a step -------------------------------------------------------------------------------------------
 
-    @property
-    def at_boundary(self) -> bool:
-        """Whether the next batch is the first of a step."""
-        return self.accumulation.at_first_micro_batch
-
     def begin_step(self) -> None:
         """Use the buffers of rank 0, and let the next forward pass copy them. A collective call."""
         self.undo.begin_step()
@@ -334,14 +382,9 @@ class Steps(Context):
         """Use the buffers of rank 0, such as BatchNorm's statistics, on all replicas."""
         tensors = list(buffers)
         if tensors and self.group.replicas > 1 and not self.group.has_mesh:
-            self.times.compute.suspend()
+            self.times.suspend()
             self.group.copy_from_rank_0(tensors)
-            self.times.compute.resume()
-
-    def use_step(self, step: StepPlan) -> None:
-        """Use the micro-batches of the next step, which may be divided."""
-        self.planner.step_plan = step.plan
-        self.accumulation.use_step(step)
+            self.times.resume()
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""
@@ -372,7 +415,7 @@ class Steps(Context):
 
     def _complete_batch(self) -> None:
         """Leave out a step that the program has left out, on all replicas."""
-        if self.at_boundary or not self.accumulation.passes:
+        if self.accumulation.at_first_micro_batch or not self.accumulation.passes:
             return
         if self.group.replicas > 1 and not self.accumulation.at_last_micro_batch:
             raise WorkerError(
@@ -411,18 +454,20 @@ class Steps(Context):
         They are followed by two numbers for each replica: the time for which it computes in a step, and the
         error of that time. The others add 0.
         """
-        group, typical = self.group, self.times.compute.typical
+        group, typical = self.group, self.times.typical
         times, first = [0.0] * 2 * group.replicas, 2 * group.rank
         times[first : first + 2] = typical.seconds, typical.error
         return (*self._requests().flags(), *times)
 
     def withdraw(self) -> None:
         """Replace requests that are fulfilled, so that the next all-reduce does not sum them again."""
-        self.optimizer.lead.flags = self._flags()
+        self.optimizer.lead.statistics.flags = self._flags()
 
     def _agree(self, flags: tuple[float, ...]) -> None:
         """Agree after a step. A collective call if steps are slow, and the step had no all-reduce."""
-        sums: Sequence[float] | None = None if self.group.processes > 1 else self.optimizer.lead.flags_sum
+        sums: Sequence[float] | None = None
+        if self.group.processes == 1:
+            sums = self.optimizer.lead.statistics.flag_sums()
         if sums is None and (self.agreed.agree_each_step or self.group.processes > 1):
             # AdaScale does not measure every step, and the next measured one may be a minute away. Of a
             # replica of several processes, the first requests, and the others learn it here.
@@ -527,7 +572,7 @@ class SeveralOptimizers(Steps):
     def _follow_trained(self, part: OptimizerGradients) -> None:
         self.group.commit()
         changed = self.program.trained.follow(self.progress.step, part.parameters)
-        part.adascale.restart_statistics(changed)
+        part.statistics.restart_groups_of(changed)
 
     def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:
         if self._leads(part):
@@ -569,7 +614,11 @@ class SeveralOptimizers(Steps):
                 "own, so it has to make one for each batch. Pass the optimizer that makes the most steps "
                 "as the first"
             )
-        elif accumulation.is_later_and_last and any(part.is_averaged for part in parts):
+        elif (
+            accumulation.micro_batch
+            and accumulation.at_last_micro_batch
+            and any(part.is_averaged for part in parts)
+        ):
             # The program does not want the mean gradients, which are the same on all replicas.
             accumulation.restart_step()
 

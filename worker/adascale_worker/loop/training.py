@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -24,24 +25,23 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import TrainingSaved
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
+from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.micro_batches import LoadedBatches
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.errors import NonFiniteWeightsError, ReplicaCheckError, ReplicationError, WorkerError
-from adascale_worker.gradients.accumulation import Accumulation, BackwardGuard
-from adascale_worker.gradients.loss_scaling import UnregisteredScaler, patch_scaler, scaler_of
+from adascale_worker.gradients.accumulation import Accumulation, guard_backward, patch_forward
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
-from adascale_worker.gradients.sharded import require_sharded
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.gradients.step_times import StepTimes
-from adascale_worker.gradients.trained_models import ModelBuffers, TrainedForward
 from adascale_worker.loop.agreement import LoopDepartures
 from adascale_worker.loop.context import Context, Replica, make_reporter
 from adascale_worker.loop.evaluation import EvaluationSequence
 from adascale_worker.loop.failures import Failures, MemoryShortage
 from adascale_worker.loop.generations import Generations, Membership
-from adascale_worker.loop.steps import SeveralOptimizers, Steps, StepUndo
+from adascale_worker.loop.loss_scaling import patch_scaler, scaler_of
+from adascale_worker.loop.steps import ModelBuffers, SeveralOptimizers, Steps, StepUndo
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import DeviceClock, find_fault
@@ -50,8 +50,8 @@ from adascale_worker.process.user_code import calling_line, warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
 from adascale_worker.program.module_attributes import ModuleAttributes
-from adascale_worker.program.optimizers import ElasticAdaScale, OptimizerSet
-from adascale_worker.program.parts import OtherTraining, ProgramParts
+from adascale_worker.program.optimizers import Optimizers
+from adascale_worker.program.parts import ProgramParts, refuse_other_training, require_sharded
 from adascale_worker.program.patching import patch_scheduler
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.program.trained_parameters import TrainedParameters
@@ -118,8 +118,8 @@ class Training(Context):
         if group.has_mesh:
             _require_sharded(group, parts, scaler)
         self.parts, self.loop = parts, ProgramLoop()
-        elastic = self._make_program(registered, hyperparameters, scaler)
-        self._make_gradients(elastic)
+        self._make_program(registered, hyperparameters, scaler)
+        self._make_gradients()
         is_saved = self.checkpointing.enabled or self.channel is not None
         self.feed = DataFeed(settings.bounds, group, self.seed, progress, self.division, is_saved=is_saved)
         times, tracker = self.times.sync_time, self.tracker
@@ -136,24 +136,24 @@ class Training(Context):
         self.departures = LoopDepartures(group)
         self.evaluations = EvaluationSequence(self)
         kind = SeveralOptimizers if parts.are_several else Steps
-        self.steps: Steps = kind(self, UnregisteredScaler(scaler))
+        self.steps: Steps = kind(self)
         self.generations = Generations(self, self.steps)
         self._failures = Failures(self, self.steps)
-        self._other_training = OtherTraining(parts, group, self.loop, lambda: self.accumulation.has_stepped)
-        self._backward_guard = BackwardGuard(self.failure, self.accumulation)
+        self._undo = ExitStack()
+        """Undoes what affects the whole process."""
 
     def _make_program(
         self,
         registered: dict[str, Stateful],
         hyperparameters: Choice,
         scaler: torch.amp.GradScaler | None,
-    ) -> dict[str, ElasticAdaScale]:
+    ) -> None:
         """Put AdaScale around each optimizer, and make the state of the program's objects."""
         parts, group = self.parts, self.group
         # A scaler that is not registered is refused. So without one, any change of gradients is clipping.
         scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         elastic = {
-            name: ElasticAdaScale(
+            name: AdaScale(
                 each,
                 world_size=group.replicas,
                 is_scaled_loss=False,
@@ -165,7 +165,7 @@ class Training(Context):
             )
             for name, each in parts.optimizers.items()
         }
-        self.optimizer = OptimizerSet(elastic) if parts.are_several else elastic[""]
+        self.optimizer = Optimizers(elastic)
         self.program = ProgramState(
             parts.model,
             self.optimizer,
@@ -178,13 +178,11 @@ class Training(Context):
         )
         if self.checkpointing.enabled or group.is_elastic:
             self.program.require_loadable()
-        return elastic
 
-    def _make_gradients(self, elastic: dict[str, ElasticAdaScale]) -> None:
+    def _make_gradients(self) -> None:
         """Let the models and backward passes average gradients."""
         parts, group, planner = self.parts, self.group, self.planner
-        buffers = None if parts.are_several else ModelBuffers(parts.model)
-        self.undo = buffers or StepUndo(self.program, self.progress)
+        self.undo = StepUndo(self.program, self.progress) if parts.are_several else ModelBuffers(parts.model)
         self.shortage = MemoryShortage(self)
         self.failure = StepFailure(group, self.shortage.handle, self.undo.revert_progress)
         self.division = StepDivision(
@@ -196,7 +194,7 @@ class Training(Context):
         clipped = [] if parts.are_several else list(parts.model.parameters())
         gradients = [
             OptimizerGradients(name, each, clipped, group, has_several_passes=parts.are_several)
-            for name, each in elastic.items()
+            for name, each in self.optimizer.parts.items()
         ]
         self.times = StepTimes(group, DeviceClock(self.device))
         self.accumulation = Accumulation(
@@ -210,7 +208,7 @@ class Training(Context):
             lambda: self.progress.step,
         )
         for model in parts.models:
-            TrainedForward(model, group, self.failure, self.accumulation, buffers)
+            patch_forward(model, group, self.failure, self.accumulation, self.undo.record)
 
     def _make_state(self) -> State:
         saved: dict[str, TrainerPart] = {
@@ -237,7 +235,7 @@ class Training(Context):
 
     def enter(self) -> None:
         """Restore the state of training, in the first generation of this trainer."""
-        self._backward_guard.install()
+        self._undo.callback(guard_backward(self.failure, self.accumulation))
         if self.membership is None:
             self.generations.begin_alone()
             return
@@ -261,7 +259,7 @@ class Training(Context):
         wrong configuration rather than a lost peer.
         """
         rates, steps, progress = self.program.rates, self.steps, self.progress
-        steps.patch(rates.observe_optimizer)
+        steps.patch()
         scaler = scaler_of(self.program.registered.values())
         if scaler is not None:
             patch_scaler(scaler, self.parts.optimizers.values(), steps)
@@ -273,7 +271,9 @@ class Training(Context):
                 lambda: progress.schedule_position,
                 lambda: steps.made_step,
             )
-        self._other_training.install()
+        self._undo.callback(
+            refuse_other_training(self.parts, self.group, self.loop, lambda: self.accumulation.has_stepped)
+        )
         self._failures.start_watchdog()
         shutdown_request = self.shutdown_request
         if self.membership is not None:
@@ -302,9 +302,8 @@ class Training(Context):
     def close(self) -> None:
         """Undo what affects the whole process."""
         self.feed.close()
-        self._backward_guard.uninstall()
         self.stop_watchdog()
-        self._other_training.uninstall()
+        self._undo.close()
 
     # -- batches ------------------------------------------------------------------------------------------
 
@@ -333,12 +332,13 @@ class Training(Context):
                         loaded = None
                         continue
                 batch = next(loaded)
-                if self.steps.at_boundary:
+                if self.accumulation.at_first_micro_batch:
                     while loaded.index > 0:
                         # The program has left out the step at an earlier part of it.
                         progress.consumed += loaded.step.plan.local_bsz
                         batch = next(loaded)
-                    self.steps.use_step(loaded.step)
+                    planner.step_plan = loaded.step.plan
+                    self.accumulation.use_step(loaded.step)
                 progress.in_step += self.group.replicas * loaded.step.plan.local_bsz
                 loop.deliver()
                 self.steps.begin_batch()
@@ -383,7 +383,7 @@ class Training(Context):
         while True:
             self.loop.require_last(number)
             steps.end_batch()
-            if steps.at_boundary and not self.failure.is_discarded:
+            if self.accumulation.at_first_micro_batch and not self.failure.is_discarded:
                 # Includes batches for which the program made no step.
                 progress.end_step()
             try:
@@ -391,12 +391,12 @@ class Training(Context):
                     self.generations.retry_in_smaller_batches()
                 elif self.group.has_failed:
                     self.generations.recover()
-                elif steps.at_boundary:
+                elif self.accumulation.at_first_micro_batch:
                     self._at_step_boundary()
                 if self.loop.overtaken_epoch is not None:
                     self._leave_loop(early=False)
                     return False
-                if steps.at_boundary:
+                if self.accumulation.at_first_micro_batch:
                     self.telemetry.step_timer.leave_out(self.state.keep_copy())
                     seed_generators(self.feed.seed, progress.consumed, self.feed.rank)
                     if self.feed.is_stream:

@@ -37,23 +37,9 @@ class HasGroups(Protocol):
         """The parameter groups."""
 
 
-class HasState(Protocol):
-    """A scheduler, or several."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A hyperparameter that the program has changed since the checkpoint."""
-
-    name: str  # of the hyperparameter, and of its parameter group if there are several
-    saved: object
-    current: object
-
-    def __str__(self) -> str:
-        return f"{self.name} is {_text(self.saved)} in the checkpoint, {_text(self.current)} in the program"
+def difference(name: str, saved: object, current: object) -> str:
+    """Return what the program has changed since the checkpoint, for a message."""
+    return f"{name} is {_text(saved)} in the checkpoint, {_text(current)} in the program"
 
 
 @dataclass
@@ -66,7 +52,7 @@ class Hyperparameters:
     scheduler: Values | None = None
 
     @classmethod
-    def read(cls, optimizer: HasGroups, scheduler: HasState | None) -> Hyperparameters:
+    def read(cls, optimizer: HasGroups, scheduler: Any) -> Hyperparameters:
         """Read the values, before a checkpoint is restored."""
         groups = [
             {
@@ -84,23 +70,23 @@ class Hyperparameters:
         """Return the values as plain objects."""
         return {"groups": self.groups, "scheduler": self.scheduler}
 
-    def differences(self, saved: Hyperparameters) -> list[Difference]:
+    def differences(self, saved: Hyperparameters) -> list[str]:
         """Return what has changed since `saved` was read, for a message."""
         found = []
         for number, (old, new) in enumerate(zip(saved.groups, self.groups, strict=False)):
             where = f" of parameter group {number}" if len(self.groups) > 1 else ""
             found += [
-                Difference(f"{name}{where}", old.get(name), new.get(name))
+                difference(f"{name}{where}", old.get(name), new.get(name))
                 for name in _changed(old, new)
                 if name != "initial_lr"
             ]
         return found + self.schedule_differences(saved)
 
-    def schedule_differences(self, saved: Hyperparameters) -> list[Difference]:
+    def schedule_differences(self, saved: Hyperparameters) -> list[str]:
         """Return the changed arguments of the scheduler, other than the learning rates it begins with."""
         changes = _changed_settings(saved.scheduler or {}, self.scheduler or {})
         return [
-            Difference(f"{path} of the scheduler", before, after)
+            difference(f"{path} of the scheduler", before, after)
             for path, before, after in changes
             if path.rpartition(".")[2] not in _FOLLOWS_FROM_THE_GROUPS
         ]
@@ -137,10 +123,10 @@ def continue_schedule(scheduler: LRScheduler) -> None:
     set_last_lr(scheduler, rates)
 
 
-def describe(differences: list[Difference], choice: Choice) -> str:
+def describe(differences: list[str], choice: Choice) -> str:
     """Return the message about hyperparameters that differ from the checkpoint."""
     more = len(differences) - MOST_DIFFERENCES
-    listed = "; ".join(map(str, differences[:MOST_DIFFERENCES])) + (f"; and {more} more" if more > 0 else "")
+    listed = "; ".join(differences[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
     other = CHOICES[1 - CHOICES.index(choice)]
     return (
         f"{listed}. Training continues with the values of the {choice}; to continue with those of the "

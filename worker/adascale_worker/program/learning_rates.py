@@ -8,9 +8,8 @@ set.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,8 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.scaling.statistics.parameters import lr_versions
 from adascale_worker.torch_private.modules import has_scheduler
-
-Method = Callable[..., Any]
 
 
 class LearningRates:
@@ -77,35 +74,26 @@ class LearningRates:
         now = self._rates_now()
         self._rates = {name: now[name] for name in self._rates}
 
-    def observe_optimizer(self, step: Method) -> Method:
-        """Return the method `step` of an optimizer, with a check before it."""
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Check the learning rates before the step of an optimizer."""
+        self.check()
+        try:
+            yield
+            # With several optimizers, the first one makes progress, perhaps after another's scheduler.
+            for follow in self._followers:
+                follow()
+        finally:
+            self._rates = self._rates_now()
 
-        @functools.wraps(step)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            self.check()
-            try:
-                result = step(*args, **kwargs)
-                # With several optimizers, the first one makes progress, perhaps after another's scheduler.
-                for follow in self._followers:
-                    follow()
-                return result
-            finally:
-                self._rates = self._rates_now()
-
-        return observed
-
-    def observe_scheduler(self, step: Method, follows_progress: Callable[[], bool]) -> Method:
-        """Return a method of a scheduler that was passed, with a check before it."""
-
-        @functools.wraps(step)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            self._check(self._optimizers if follows_progress() else self._followed)
-            try:
-                return step(*args, **kwargs)
-            finally:
-                self.accept()
-
-        return observed
+    @contextmanager
+    def scheduler_step(self, *, follows_progress: bool) -> Iterator[None]:
+        """Check the learning rates before a scheduler that was passed steps, and accept what it sets."""
+        self._check(self._optimizers if follows_progress else self._followed)
+        try:
+            yield
+        finally:
+            self.accept()
 
     def check(self) -> None:
         """Check what the program has changed since the last call of the trainer."""

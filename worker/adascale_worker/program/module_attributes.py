@@ -7,7 +7,6 @@ that it has made and a flag that says so, keeps all of its attributes, so that t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,31 +18,25 @@ _OWN = frozenset(vars(nn.Module()))
 """Attributes that torch uses itself. One of them is `training`, which `train()` and `eval()` set."""
 
 
-@dataclass(frozen=True)
-class _Attributes:
-    plain: dict[str, Any]
-    others: Mapping[str, tuple[object, int]]
-    """Tensors and containers that are in no state, each with what shows whether it has changed in place."""
+_Others = dict[str, tuple[object, int]]
+"""Tensors and containers that are in no state, each with what shows whether it has changed in place."""
 
-    @classmethod
-    def of(cls, module: nn.Module) -> _Attributes:
-        found = {name: value for name, value in vars(module).items() if name not in _OWN}
-        plain = {name: value for name, value in found.items() if name[0] != "_" and _is_plain(value)}
-        others = {
-            name: (value, _version(value))
-            for name, value in {**found, **unsaved_buffers(module)}.items()
-            if isinstance(value, Tensor) or (name[0] != "_" and isinstance(value, list | dict | set))
-        }
-        return cls(plain, others)
 
-    def fit(self, initial: _Attributes) -> bool:
-        """Whether only plain values have changed."""
-        if self.others.keys() != initial.others.keys() or initial.plain.keys() - self.plain.keys():
-            return False
-        return all(
-            value is initial.others[name][0] and version == initial.others[name][1]
-            for name, (value, version) in self.others.items()
-        )
+def _attributes_of(module: nn.Module) -> tuple[dict[str, Any], _Others]:
+    found = {name: value for name, value in vars(module).items() if name not in _OWN}
+    plain = {name: value for name, value in found.items() if name[0] != "_" and _is_plain(value)}
+    others: _Others = {
+        name: (value, _version(value))
+        for name, value in {**found, **unsaved_buffers(module)}.items()
+        if isinstance(value, Tensor) or (name[0] != "_" and isinstance(value, list | dict | set))
+    }
+    return plain, others
+
+
+def _are_unchanged(others: _Others, initial: _Others) -> bool:
+    return others.keys() == initial.keys() and all(
+        value is initial[name][0] and version == initial[name][1] for name, (value, version) in others.items()
+    )
 
 
 class ModuleAttributes:
@@ -51,19 +44,20 @@ class ModuleAttributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._initial = {name: _Attributes.of(module) for name, module in model.named_modules()}
+        self._initial = {name: _attributes_of(module) for name, module in model.named_modules()}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the changed attributes of each module, by its name."""
         state = {}
         for name, module in self._model.named_modules():
-            initial, present = self._initial.get(name), _Attributes.of(module)
-            if initial is None or not present.fit(initial):
+            if name not in self._initial:
+                continue
+            before, others_before = self._initial[name]
+            plain, others = _attributes_of(module)
+            if before.keys() - plain.keys() or not _are_unchanged(others, others_before):
                 continue
             changed = {
-                key: value
-                for key, value in present.plain.items()
-                if key not in initial.plain or initial.plain[key] != value
+                key: value for key, value in plain.items() if key not in before or before[key] != value
             }
             if changed:
                 state[name] = changed

@@ -1,6 +1,7 @@
 """The models, optimizers and schedulers that a program passes to `program_reentry`, and checks of them.
 
-They are checked when they are passed. Two mistakes are possible later, and found then: see `OtherTraining`.
+They are checked when they are passed. Two mistakes are possible later, and found
+then: see `refuse_other_training`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -22,7 +22,7 @@ from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.program.optimizers import SchedulerSet
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.program.program_loop import ProgramLoop
-from adascale_worker.torch_private.distributed import is_fully_sharded
+from adascale_worker.torch_private.distributed import is_fully_sharded, sharded_parameter_groups
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _MODULES = ("torch.nn.parallel.distributed", "torch.nn.parallel.data_parallel", _FSDP1)
@@ -58,6 +58,54 @@ def require_unwrapped(model: torch.nn.Module, *, allows_shards: bool = False) ->
             raise WorkerError(
                 f"program_reentry got a model whose parameter {name!r} is a DTensor, as of tensor "
                 f"parallelism. {_WHOLE}"
+            )
+
+
+def require_sharded(model: torch.nn.Module, group: ReplicaGroup) -> None:
+    """Check that `fully_shard` was applied to a model over the processes of the replica, to all of it."""
+    if not any(is_fully_sharded(module) for module in model.modules()):
+        raise WorkerError(
+            f"program_reentry got a model that is not sharded, but a replica has {group.processes} "
+            "processes (processesPerReplica): call fully_shard(model, mesh=trainer.mesh) before the "
+            "optimizer is made, or leave out processesPerReplica"
+        )
+    groups = sharded_parameter_groups(model)
+    for each in groups:
+        if each.gradient_divisor not in (None, group.processes):
+            raise WorkerError(
+                f"program_reentry got a model with set_gradient_divide_factor({each.gradient_divisor:g}), "
+                f"but the trainer needs the mean gradient of the {group.processes} processes of a replica: "
+                f"call set_gradient_divide_factor({group.processes}) of each FSDPModule after what has set "
+                "it, and use the mean loss of the samples of a process"
+            )
+    alone = {id(p) for each in groups for p in each.sharded_by_fsdp_alone}
+    ranks = list(range(group.processes))
+    for name, parameter in model.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            raise WorkerError(
+                f"program_reentry got a model whose parameter {name!r} is not sharded, so its gradients "
+                "would not be averaged over the processes of a replica: apply fully_shard to the root module "
+                "too, without ignored_params, and before program_reentry"
+            )
+        if id(parameter) not in alone:
+            raise WorkerError(
+                f"program_reentry got a model whose parameter {name!r} is a DTensor with placements "
+                f"{tuple(getattr(parameter, 'placements', ()))}, which fully_shard alone has not made: "
+                "tensor parallelism inside a replica is not supported, only fully_shard(model, "
+                "mesh=trainer.mesh)"
+            )
+        if mesh.mesh.flatten().tolist() != ranks:
+            raise WorkerError(
+                f"program_reentry got a model whose parameter {name!r} is sharded over a mesh of the "
+                f"processes {mesh.mesh.tolist()}, but a replica has {group.processes} processes: pass "
+                "mesh=trainer.mesh to fully_shard, or a mesh of all of these processes in two dimensions. "
+                "The trainer averages over the replicas itself"
+            )
+        if parameter.device.type != group.device.type:
+            raise WorkerError(
+                f"program_reentry got a model whose parameter {name!r} is on {parameter.device}, and not on "
+                f"{group.device}: offload_policy of fully_shard is not supported"
             )
 
 
@@ -167,56 +215,36 @@ class ProgramParts:
         return self.schedulers.get("")
 
 
-class OtherTraining:
-    """Refuses what would train the program's models beside the trainer, when it is made or steps.
+def refuse_other_training(
+    parts: ProgramParts, group: ReplicaGroup, loop: ProgramLoop, has_stepped: Callable[[], bool]
+) -> Callable[[], None]:
+    """Refuse what would train the program's models beside the trainer, and return what ends that.
 
     A wrapper around a model would exchange its gradients once more. Another optimizer with the parameters of
     the trainer's changes them in its place. The gradients of any other one are not averaged.
     """
+    own_optimizers = list(parts.optimizers.values())
+    trained = {id(parameter) for model in parts.models for parameter in model.parameters()}
+    optimized = {id(parameter) for each in parts.param_groups for parameter in each["params"]}
+    warnings = OneTimeWarnings()
 
-    def __init__(
-        self, parts: ProgramParts, group: ReplicaGroup, loop: ProgramLoop, has_stepped: Callable[[], bool]
-    ) -> None:
-        self._models = parts.models
-        self._optimizers = list(parts.optimizers.values())
-        self._trained = {id(parameter) for model in parts.models for parameter in model.parameters()}
-        self._optimized = {id(parameter) for each in parts.param_groups for parameter in each["params"]}
-        self._group = group
-        self._loop = loop
-        self._has_stepped = has_stepped
-        self._handles: list[RemovableHandle] = []
-        self._warnings = OneTimeWarnings()
-
-    def install(self) -> None:
-        """Observe the wrappers that are made, and the optimizers that step, from now on."""
-        self._handles = [
-            register_module_module_registration_hook(self._check_wrapper),
-            register_optimizer_step_post_hook(self._check_optimizer),
-        ]
-
-    def uninstall(self) -> None:
-        """Observe no more. May be called again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _check_wrapper(self, module: torch.nn.Module, _name: str, part: torch.nn.Module | None) -> None:
+    def check_wrapper(module: torch.nn.Module, _name: str, part: torch.nn.Module | None) -> None:
         if part is None or not is_data_parallel(module):
             return
-        has_model = any(each is model for each in part.modules() for model in self._models)
-        if has_model or any(p.requires_grad and id(p) in self._trained for p in part.parameters()):
+        has_model = any(each is model for each in part.modules() for model in parts.models)
+        if has_model or any(p.requires_grad and id(p) in trained for p in part.parameters()):
             raise WorkerError(
                 f"the model that was passed to program_reentry, or a part of it, was wrapped in "
                 f"{type(module).__name__}, which would exchange its gradients once more. {_REMEDY}"
             )
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._loop.has_batch or any(optimizer is own for own in self._optimizers):
+    def check_optimizer(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not loop.has_batch or any(optimizer is own for own in own_optimizers):
             return
         called = f"step() was called of {{}} optimizer ({type(optimizer).__name__})"
-        if any(id(p) in self._optimized for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) in optimized for each in optimizer.param_groups for p in each["params"]):
             # A wrapper, such as one that averages weights, has the same parameters and calls the trainer's.
-            if not self._has_stepped():
+            if not has_stepped():
                 raise WorkerError(
                     f"{called.format('an')} that has parameters of the one passed to program_reentry, but is "
                     "another object, whose steps the trainer does not count. Make the optimizer once, pass "
@@ -224,12 +252,23 @@ class OtherTraining:
                 )
             return
         found = f"{called.format('a second')}, whose gradients are not averaged over replicas"
-        if self._group.replicas > 1:
+        if group.replicas > 1:
             raise ReplicationError(f"{found}: {ALL_OPTIMIZERS}")
-        self._warnings.warn(
+        warnings.warn(
             "second optimizer",
             f"{found}. On 1 replica this has no effect; on 2 or more, training stops: {ALL_OPTIMIZERS}",
         )
+
+    handles = (
+        register_module_module_registration_hook(check_wrapper),
+        register_optimizer_step_post_hook(check_optimizer),
+    )
+
+    def allow() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return allow
 
 
 def program_parts(

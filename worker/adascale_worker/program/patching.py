@@ -67,7 +67,7 @@ def patch_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
         return loss
 
     optimizer.step = MethodType(patched, optimizer)  # type: ignore[method-assign]
-    optimizer.add_param_group = ReplacedMethod(  # type: ignore[method-assign]
+    optimizer.add_param_group = MethodOverride(  # type: ignore[method-assign]
         optimizer.add_param_group, _refuse_param_group
     )
 
@@ -87,12 +87,17 @@ class MethodOverride:
     The override has the name, docstring and signature of the method, which frameworks read.
     """
 
-    def __init__(self, original: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)  # type: ignore[arg-type]
+    def __init__(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
         self.original = original
+        self._replacement = replacement
         if hasattr(original, "__code__"):
             # torch.export reads it.
             self.__code__ = original.__code__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the replacement."""
+        return self._replacement(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.original, memo)
@@ -106,18 +111,6 @@ def is_traced() -> bool:
     return torch.compiler.is_exporting() or bool(
         torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     )
-
-
-class ReplacedMethod(MethodOverride):
-    """Overrides a bound method by a function."""
-
-    def __init__(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-        super().__init__(original)
-        self._replacement = replacement
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the replacement."""
-        return self._replacement(*args, **kwargs)
 
 
 def patch_scheduler(
@@ -141,19 +134,17 @@ def patch_scheduler(
 
     scheduler.state_dict = state_dict  # type: ignore[method-assign]
     if hasattr(scheduler, "step"):
-        step = _following_step(scheduler, rates, loop, position, made_step)
-        scheduler.step = rates.observe_scheduler(step, lambda: loop.has_batch)  # type: ignore[method-assign]
+        scheduler.step = _following_step(scheduler, rates, loop, position, made_step)  # type: ignore[method-assign]
     if not isinstance(scheduler, LRScheduler):
         original_update = scheduler.step_update
 
         @functools.wraps(original_update)
         def step_update(num_updates: int, *args: Any, **kwargs: Any) -> None:
             del num_updates
-            rates.follow(lambda: original_update(position(), *args, **kwargs))
+            with rates.scheduler_step(follows_progress=True):
+                rates.follow(lambda: original_update(position(), *args, **kwargs))
 
-        scheduler.step_update = rates.observe_scheduler(  # type: ignore[method-assign]
-            step_update, lambda: True
-        )
+        scheduler.step_update = step_update  # type: ignore[method-assign]
 
 
 def _following_step(
@@ -176,6 +167,10 @@ def _following_step(
 
     @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
+        with rates.scheduler_step(follows_progress=loop.has_batch):
+            move(*args, **kwargs)
+
+    def move(*args: Any, **kwargs: Any) -> None:
         if not loop.has_batch:
             # Programs step once per epoch there, which has as many scale-invariant steps at every scale. The
             # state of another replica, which has ended this epoch, has these steps already.

@@ -22,32 +22,34 @@ from torch import Tensor
 from adascale_worker.errors import ReplicationError
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import FAILED, INIT_TIMEOUT, ReplicaGroup, Values, raise_failure
-from adascale_worker.program.hyperparameters import Choice, Difference
+from adascale_worker.program.hyperparameters import Choice, difference
 
 Flags = tuple[bool, ...]
 """Whether each of some parameters requires gradients."""
+
+Frozen = frozenset[str]
+"""The names of the parameters that require no gradients."""
 
 
 class TrainedParameters:
     """The parameters of the program's model that require gradients."""
 
     def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
-        named = dict(model.named_parameters())
-        self._names, self._parameters = list(named), list(named.values())
+        self._parameters = dict(model.named_parameters())
         self._group = group
-        self._initial = self.flags = self._recorded = self._agreed = self.current()
-        # `flags` are those of the last step, for which the statistics are; of several optimizers, for the
-        # parameters of each those of its own last step.
+        self._initial = self._last = self._recorded = self._agreed = self.current()
+        # `_last` is what was frozen in the last step, for which the statistics are; of several optimizers,
+        # for the parameters of each in its own last step.
         self._changes = 0
         """Changes that the members of this generation have agreed on."""
 
-    def current(self) -> Flags:
-        """Return whether each parameter requires gradients now."""
-        return tuple([parameter.requires_grad for parameter in self._parameters])
+    def current(self) -> Frozen:
+        """Return what is frozen now."""
+        return frozenset([name for name, each in self._parameters.items() if not each.requires_grad])
 
     def agreed_of(self, parameters: Sequence[Tensor]) -> Flags:
         """Return whether each of `parameters` is trained on all replicas of this generation."""
-        agreed = {id(p): is_trained for p, is_trained in zip(self._parameters, self._agreed, strict=True)}
+        agreed = {id(each): name not in self._agreed for name, each in self._parameters.items()}
         return tuple([agreed.get(id(parameter), parameter.requires_grad) for parameter in parameters])
 
     # -- the state ----------------------------------------------------------------------------------------
@@ -62,33 +64,30 @@ class TrainedParameters:
     def state_dict(self) -> dict[str, list[str]]:
         """Return the names of the frozen parameters: from the next step on, in the last one, and at first."""
         return {
-            "frozen": self._frozen(self._recorded),
-            "frozen_before": self._frozen(self.flags),
-            "initially_frozen": self._frozen(self._initial),
+            "frozen": sorted(self._recorded),
+            "frozen_before": sorted(self._last),
+            "initially_frozen": sorted(self._initial),
         }
 
-    def load_state_dict(self, state: Mapping[str, Sequence[str]], choice: Choice) -> list[Difference]:
+    def load_state_dict(self, state: Mapping[str, Sequence[str]], choice: Choice) -> list[str]:
         """Freeze what is frozen in a saved state, unfreeze the rest; return what the program has changed."""
-        saved = self._flags_without(state["initially_frozen"])
+        saved = frozenset(state["initially_frozen"])
         differences = [
-            Difference(f"requires_grad of {name!r}", before, now)
-            for name, before, now in zip(self._names, saved, self._initial, strict=True)
-            if before != now
+            difference(f"requires_grad of {name!r}", name not in saved, name not in self._initial)
+            for name in self._ordered(saved ^ self._initial)
         ]
         if not (differences and choice == "program"):
             # The next checkpoint contains them again, so that a later run reports the same differences.
             self._initial = saved
-            for parameter, trained in zip(
-                self._parameters, self._flags_without(state["frozen"]), strict=True
-            ):
-                parameter.requires_grad_(trained)
+            for name, parameter in self._parameters.items():
+                parameter.requires_grad_(name not in state["frozen"])
         self.record()
-        self.flags = self._flags_without(state["frozen_before"])
+        self.undo(state)
         return differences
 
     def undo(self, state: Mapping[str, Sequence[str]]) -> None:
-        """Put the flags of the last step back. The program freezes the parameters itself again."""
-        self.flags = self._flags_without(state["frozen_before"])
+        """Put back what was frozen in the last step. The program freezes the parameters itself again."""
+        self._last = frozenset(state["frozen_before"])
 
     # -- changes ------------------------------------------------------------------------------------------
 
@@ -107,33 +106,30 @@ class TrainedParameters:
         now = self._with_current(self._agreed, own)
         if now != self._agreed:
             self._agree(now, step)
-        flags = self._with_current(self.flags, own)
-        pairs = zip(self._parameters, self.flags, flags, strict=True)
-        changed: list[Tensor] = [parameter for parameter, before, after in pairs if before != after]
-        self.flags = flags
-        return changed
+        before, self._last = self._last, self._with_current(self._last, own)
+        return [self._parameters[name] for name in self._ordered(before ^ self._last)]
 
-    def _with_current(self, flags: Flags, own: Collection[Tensor] | None) -> Flags:
+    def _with_current(self, frozen: Frozen, own: Collection[Tensor] | None) -> Frozen:
         now = self.current()
         if own is None:
             return now
-        triples = zip(self._parameters, flags, now, strict=True)
-        return tuple([after if parameter in own else before for parameter, before, after in triples])
+        names = {name for name, each in self._parameters.items() if each in own}
+        return (frozen - names) | (now & names)
 
     @property
     def recorded(self) -> list[str]:
         """The frozen parameters of the state, for `begin_generation`."""
-        return self._frozen(self._recorded)
+        return sorted(self._recorded)
 
     def begin_generation(self, frozen: Iterable[str]) -> None:
         """Compare later changes with what is frozen in the newest state."""
-        self._agreed, self._changes = self._flags_without(frozen), 0
+        self._agreed, self._changes = frozenset(frozen), 0
 
     def require_equal(self) -> None:
         """Check that all replicas begin with the same trained parameters. A collective call."""
         own = self.current()
-        for rank, frozen in enumerate(self._group.gather(self._frozen(own))):
-            self._require_same(own, rank, self._flags_without(frozen), "at the beginning")
+        for rank, frozen in enumerate(self._group.gather(sorted(own))):
+            self._require_same(own, rank, frozenset(frozen), "at the beginning")
 
     def find_failure(self, step: int) -> str | None:
         """Return an error message if another replica trains other parameters in this step, else None.
@@ -145,10 +141,10 @@ class TrainedParameters:
         announced = self._announced(self._group.announced(self._event) or {})
         if self._group.rank in announced:
             return None
-        for rank, (other_step, flags) in announced.items():
+        for rank, (other_step, frozen) in announced.items():
             if other_step <= step:
                 try:
-                    self._require_same(self._agreed, rank, flags, f"after step {other_step}")
+                    self._require_same(self._agreed, rank, frozen, f"after step {other_step}")
                 except ReplicationError as error:
                     self._group.announce(FAILED, str(error))
                     return str(error)
@@ -159,16 +155,16 @@ class TrainedParameters:
         # A replica can be one change ahead of another, so two places are enough.
         return f"trained-{self._changes % 2}"
 
-    def _agree(self, now: Flags, step: int) -> None:
+    def _agree(self, now: Frozen, step: int) -> None:
         """Wait until all replicas have made the same change."""
         group = self._group
         if group.replicas > 1:
-            group.announce(self._event, [self._changes, step, self._frozen(now)])
-            announced: dict[int, tuple[int, Flags]] = {}
+            group.announce(self._event, [self._changes, step, sorted(now)])
+            announced: dict[int, tuple[int, Frozen]] = {}
             for values, failed in group.poll(self._event, FAILED):
                 announced = self._announced(values)
-                for rank, (_, flags) in announced.items():
-                    self._require_same(now, rank, flags, f"after step {step}")
+                for rank, (_, frozen) in announced.items():
+                    self._require_same(now, rank, frozen, f"after step {step}")
                 if len(announced) == group.replicas:
                     break
                 raise_failure(failed)
@@ -190,33 +186,26 @@ class TrainedParameters:
         group.fail()
         raise PeersLostError
 
-    def _announced(self, values: Values) -> dict[int, tuple[int, Flags]]:
-        """Return the last step and the trained parameters of the ranks that have announced this change."""
+    def _announced(self, values: Values) -> dict[int, tuple[int, Frozen]]:
+        """Return the last step and the frozen parameters of the ranks that have announced this change."""
         return {
-            rank: (step, self._flags_without(frozen))
+            rank: (step, frozenset(frozen))
             for rank, (number, step, frozen) in values.items()
             if number == self._changes
         }
 
-    def _require_same(self, own: Flags, rank: int, other: Flags, when: str) -> None:
-        names = [name for name, mine, its in zip(self._names, own, other, strict=True) if mine is not its]
+    def _require_same(self, own: Frozen, rank: int, other: Frozen, when: str) -> None:
+        names = self._ordered(own ^ other)
         if names:
-            index = self._names.index(names[0])
             more = f", and for {len(names) - 1} more" if len(names) > 1 else ""
             raise ReplicationError(
                 f"the {self._group.replicas} replicas train different parameters {when}: requires_grad of "
-                f"{names[0]!r} is {own[index]} on rank {self._group.rank} and {other[index]} on rank "
-                f"{rank}{more}. {_REMEDY}"
+                f"{names[0]!r} is {names[0] not in own} on rank {self._group.rank} and "
+                f"{names[0] not in other} on rank {rank}{more}. {_REMEDY}"
             )
 
-    # -- names --------------------------------------------------------------------------------------------
-
-    def _frozen(self, flags: Flags) -> list[str]:
-        return [name for name, trained in zip(self._names, flags, strict=True) if not trained]
-
-    def _flags_without(self, frozen: Iterable[str]) -> Flags:
-        names = set(frozen)
-        return tuple([name not in names for name in self._names])
+    def _ordered(self, names: Frozen) -> list[str]:
+        return [name for name in self._parameters if name in names]
 
 
 _REMEDY = (

@@ -53,37 +53,33 @@ class WeightComparison:
         ]
         if not named:
             return
-        probes = [_probe(parameter) for _, parameter in named]
-        lrs = torch.tensor([float(group["lr"]) for group in self._optimizer.param_groups])
+        probes = [
+            ("learning rates", "", _CAUSE_OF_RATES, torch.tensor([float(group["lr"])]))
+            for group in self._optimizer.param_groups
+        ]
+        probes += [("weights", f"a weight of {name!r} is ", _CAUSE, _probe(each)) for name, each in named]
+        device, sizes = probes[-1][-1].device, [len(values) for *_, values in probes]
         # From a GPU at once, and not for each parameter.
-        least, greatest = self._group.extremes(torch.cat([*probes, lrs.to(probes[0].device)]))
-        sizes = [len(probe) for probe in probes]
-        least, least_lrs = least.split([sum(sizes), len(lrs)])
-        greatest, greatest_lrs = greatest.split([sum(sizes), len(lrs)])
-        self._require_equal_lrs(step, least_lrs, greatest_lrs)
-        for (name, _), low, high in zip(named, least.split(sizes), greatest.split(sizes), strict=True):
+        least, greatest = self._group.extremes(torch.cat([values.to(device) for *_, values in probes]))
+        for (what, where, cause, _), low, high in zip(
+            probes, least.split(sizes), greatest.split(sizes), strict=True
+        ):
             magnitude = torch.maximum(low.abs(), high.abs()).max()
             difference, index = (high - low).max(dim=0)
             if difference > TOLERANCE * magnitude:
                 raise ReplicationError(
-                    f"the weights of the {self._group.replicas} replicas differ after step {step}: a weight "
-                    f"of {name!r} is {low[index]:.6g} on one and {high[index]:.6g} on another. "
-                    f"{_CAUSE}"
-                )
-
-    def _require_equal_lrs(self, step: int, low: Tensor, high: Tensor) -> None:
-        for least, greatest in zip(low.tolist(), high.tolist(), strict=True):
-            if greatest - least > TOLERANCE * abs(greatest):
-                raise ReplicationError(
-                    f"the learning rates of the {self._group.replicas} replicas differ after step {step}: "
-                    f"{least:.6g} on one and {greatest:.6g} on another. Code that changes them has to do the "
-                    "same on all replicas: pass ReduceLROnPlateau a metric that is equal on all, such as one "
-                    "of evaluation.means"
+                    f"the {what} of the {self._group.replicas} replicas differ after step {step}: "
+                    f"{where}{low[index]:.6g} on one and {high[index]:.6g} on another. {cause}"
                 )
 
 
 _CAUSE = "Code that changes weights or gradients has to do the same on all replicas"
 """What a program has to change so that its weights do not differ."""
+
+_CAUSE_OF_RATES = (
+    "Code that changes them has to do the same on all replicas: pass ReduceLROnPlateau a metric that is "
+    "equal on all, such as one of evaluation.means"
+)
 
 
 def _probe(parameter: Tensor) -> Tensor:

@@ -155,7 +155,9 @@ class Telemetry:
         self.run = run or RunIdentity()
         """The id of the job's run in the tracker."""
         self._tracked: TrackedRun | None = None
-        self._metrics = LoggedMetrics()
+        self._logged: dict[str, list[Tensor]] = {}
+        self._means: dict[str, float] = {}
+        """The last mean of each metric."""
         self._goodput = Goodput()
         self._reported_at = float("-inf")
         self._reported_step = 0
@@ -183,16 +185,38 @@ class Telemetry:
         for each in self._receivers():
             threading.Thread(target=each.close, name="adascale-last-reports", daemon=True).start()
         self._reporter = self._tracked = None
-        self._metrics.clear()
+        self._logged.clear()
+        self._means.clear()
 
     def _receivers(self) -> list[Reporter | TrackedRun]:
         """Return what gets the reports of this replica; empty unless it is rank 0."""
         return [each for each in (self._reporter, self._tracked) if each is not None]
 
     def log(self, values: Mapping[str, torch.Tensor | float]) -> None:
-        """Keep values of a micro-batch for the next report. Does not synchronize with the device."""
-        if self._receivers():
-            self._metrics.log(values)
+        """Keep values of a micro-batch for the next report; of a tensor of any shape, its mean.
+
+        Does not synchronize with the device.
+        """
+        for name, value in values.items() if self._receivers() else ():
+            if isinstance(value, Tensor):
+                # A new tensor, also of a single number: the program may change its own.
+                mean = value.detach().double().mean()
+            else:
+                mean = torch.tensor(_as_float(value), dtype=torch.float64)
+            self._logged.setdefault(name, []).append(mean)
+
+    def _metrics(self) -> dict[str, float]:
+        """Return the mean of each metric since the last report, or its last mean if it was not logged since.
+
+        A mean that is not finite is left out.
+        """
+        for name, values in self._logged.items():
+            mean = torch.stack([value.to(values[-1].device) for value in values]).mean().item()
+            self._means.pop(name, None)
+            if math.isfinite(mean):
+                self._means[name] = mean
+        self._logged.clear()
+        return dict(self._means)
 
     def step(
         self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers, *, is_divided: bool = False
@@ -227,7 +251,9 @@ class Telemetry:
         if sync_time is not None:
             self.step_timer.add_sync_time(plan, self._group.nodes, sync_time)
         step_time = self.step_timer.lap()
-        metrics, gpu, adascale = self._metrics.means(), self._gpu.read(), optimizer.slowest
+        metrics, gpu, adascale = self._metrics(), self._gpu.read(), optimizer.slowest
+        gain = adascale.gain()
+        lr_factor = adascale.statistics.rule.lr_factor(gain)
         report = GainReport(
             generation=self._group.generation,
             nodes=self._group.nodes,
@@ -238,7 +264,7 @@ class Telemetry:
             local_bsz=plan.local_bsz,
             accumulation=plan.accumulation,
             scale=plan.scale(self._bounds),
-            gain=adascale.gain(),
+            gain=gain,
             grad_sqr=adascale.grad_sqr,
             grad_var=adascale.grad_var,
             grad_sqr_error=adascale.grad_sqr_error,
@@ -247,8 +273,8 @@ class Telemetry:
             goodput=self._goodput.update(progress.step, progress.progress, step_time),
             loss=metrics.pop("loss", None),
             target=progress.target,
-            lr_factor=adascale.lr_factor,
-            lr=adascale.lr,
+            lr_factor=lr_factor,
+            lr=float(adascale.param_groups[0]["lr"]) * lr_factor,
             sync_time=sync_time,
             gpu_use=gpu.use,
             gpu_memory=gpu.memory,
@@ -329,39 +355,3 @@ def _as_float(value: object) -> float | None:
         return None if number is None else float(number)
     except OverflowError:
         return None
-
-
-class LoggedMetrics:
-    """Collects values by name, and returns their means. Does not synchronize with the device before that."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[Tensor]] = {}
-        self._means: dict[str, float] = {}
-
-    def log(self, values: Mapping[str, Tensor | float]) -> None:
-        """Keep values for the next means; of a tensor of any shape, its mean."""
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                # A new tensor, also of a single number: the program may change its own.
-                mean = value.detach().double().mean()
-            else:
-                mean = torch.tensor(_as_float(value), dtype=torch.float64)
-            self._values.setdefault(name, []).append(mean)
-
-    def means(self) -> dict[str, float]:
-        """Return the mean of each metric since the last call, or its last mean if it was not logged since.
-
-        A mean that is not finite is left out.
-        """
-        for name, values in self._values.items():
-            mean = torch.stack([value.to(values[-1].device) for value in values]).mean().item()
-            self._means.pop(name, None)
-            if math.isfinite(mean):
-                self._means[name] = mean
-        self._values.clear()
-        return dict(self._means)
-
-    def clear(self) -> None:
-        """Discard all values and means."""
-        self._values.clear()
-        self._means.clear()

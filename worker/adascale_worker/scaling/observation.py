@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_worker.process.user_code import OneTimeWarnings
-from adascale_worker.scaling.statistics.gain_estimator import GainEstimator
+from adascale_worker.scaling.statistics.gradient_statistics import GradientStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,45 +87,42 @@ def report_to(target: bool | str | Path | Report) -> Report:
     return append
 
 
-class Observer:
-    """Measures each step of an optimizer, whoever calls `step()`, and reports every n-th one on rank 0."""
+def observe(
+    adascale: torch.optim.Optimizer,
+    statistics: GradientStatistics,
+    optimizer: torch.optim.Optimizer,
+    report: Report,
+    every: int,
+) -> None:
+    """Measure each step of an optimizer, whoever calls `step()`, and report every n-th one on rank 0."""
+    steps = 0
 
-    def __init__(
-        self, adascale: torch.optim.Optimizer, estimator: GainEstimator, report: Report, every: int
-    ) -> None:
-        self._adascale = adascale
-        """Kept for as long as the optimizer, since the program may keep the optimizer only."""
-        self._estimator = estimator
-        self._report = report
-        self._every = every
-        self._steps = 0
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to observe."""
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-
-    def _before_step(
-        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def before_step(
+        _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        optimizer, *rest = args
+        inner, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:
-            self._estimator.finish_measurement()
+            statistics.finish_measurement()
             return None
 
         def observed() -> Any:
             loss = closure()
-            self._estimator.finish_measurement()
+            statistics.finish_measurement()
             return loss
 
-        return (optimizer, observed), {name: each for name, each in kwargs.items() if name != "closure"}
+        return (inner, observed), {name: each for name, each in kwargs.items() if name != "closure"}
 
-    def _after_step(self, *_: object) -> None:
-        self._estimator.end_step()
-        self._steps += 1
-        if self._steps % self._every or (dist.is_initialized() and dist.get_rank() != 0):
+    def after_step(*_: object, _kept: object = adascale) -> None:
+        # `adascale` lives as long as the optimizer, since the program may keep the optimizer only.
+        nonlocal steps
+        statistics.end_step()
+        steps += 1
+        if steps % every or (dist.is_initialized() and dist.get_rank() != 0):
             return
-        estimate = self._estimator.total_estimate()
+        estimate = statistics.total_estimate()
         if estimate is not None:
-            self._report(Observation.of(estimate, self._steps, self._estimator.settings.scale))
+            report(Observation.of(estimate, steps, statistics.options.scale))
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)

@@ -19,11 +19,13 @@ of Adam is a part of the gradient, and stays as it is.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from adascale_worker.errors import UnsupportedOptimizerError
+from adascale_worker.process.user_code import warn_user
 from adascale_worker.scaling.statistics.norms import accumulation_dtype, are_read_together, local_shard
 from adascale_worker.torch_private.autograd import flatten_together, multiply_in_place
 
@@ -31,20 +33,13 @@ Gain = float | Tensor
 
 
 UNIT: Final = "adascale_unit"
-"""The entry of a parameter group of Adam with the unit of its counts of steps: r of the last step."""
+"""The entry of a parameter group of Adam with the unit of its counts of steps: r of the last step.
+
+It is 1 in a state that a plain optimizer has saved, which has no such entry.
+"""
 
 LEAST_BETA1: Final = 0.6
 """The least beta of the first moment at any gain; a smaller one stays as it is."""
-
-Function = TypeVar("Function")
-
-
-def _not_compiled(function: Function) -> Function:
-    """Let `torch.compile` of a step leave out `function`, whose numbers are others in each step.
-
-    torch would compile it again for each of them.
-    """
-    return cast(Function, torch.compiler.disable(function))
 
 
 class SecondMoment(NamedTuple):
@@ -89,16 +84,21 @@ class ScalingRule:
     has_second_moments = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer: Any = optimizer
+        self.optimizer: Any = optimizer
 
     def hyperparameters_at(self, group: Mapping[str, Any], gain: Gain) -> Mapping[str, Any]:
         """Return the values of a group for a step that is worth `gain` steps."""
         return {"lr": scaled(group["lr"], gain)}
 
+    def lr_factor(self, gain: float) -> float:
+        """Return the factor of the lr of the first group for a step that is worth `gain` steps."""
+        group = {**self.optimizer.param_groups[0], "lr": 1.0}
+        return float(self.hyperparameters_at(group, gain).get("lr", 1.0))
+
     @contextmanager
     def applied(self, gains: Sequence[Gain]) -> Iterator[None]:
         """Set the hyperparameters of each group for its gain, and restore the user's afterwards."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
             for number, group in enumerate(groups):
@@ -123,16 +123,6 @@ class ScalingRule:
         """Return what group `number` adds to the square root of the second moment."""
         raise NotImplementedError
 
-    def state_dict(self) -> list[float]:
-        """Return the state that must survive a restart, a number for each group."""
-        return []
-
-    def load_state_dict(self, state: Sequence[float]) -> None:
-        """Restore what `state_dict` returned."""
-
-    def loaded_optimizer(self) -> None:
-        """Record that the optimizer has loaded a state."""
-
 
 class AdamRule(ScalingRule):
     """The rule of `torch.optim.Adam` and `AdamW`.
@@ -146,36 +136,32 @@ class AdamRule(ScalingRule):
 
     has_second_moments = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        self.units: list[float] = []  # r of the last step, by group
+    # Left out of a `torch.compile` of the step, which would be compiled again for the numbers of each step.
 
-    @_not_compiled
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def hyperparameters_at(self, group: Mapping[str, Any], gain: Gain) -> Mapping[str, Any]:
         """Return the values of a group for a step that is worth `gain` steps."""
         values = dict(adam_hyperparameters(group, float(gain)))
-        if isinstance(self._optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False):
+        if isinstance(self.optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False):
             values["weight_decay"] = group["weight_decay"] * math.sqrt(gain)
         return values
 
-    @_not_compiled
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prepare(self, number: int, gain: Gain) -> None:
         """Convert the counts of steps of group `number` to units of `gain`."""
         gain, unit = float(gain), self._unit(number)
         if gain == unit:
             return
-        states = (self._optimizer.state.get(p) for p in self._optimizer.param_groups[number]["params"])
+        states = (self.optimizer.state.get(p) for p in self.optimizer.param_groups[number]["params"])
         multiply_in_place([state["step"] for state in states if state], unit / gain)
-        self.units += [1.0] * (number + 1 - len(self.units))
-        self.units[number] = gain
-        # The program may save and restore the state of its optimizer.
-        self._optimizer.param_groups[number][UNIT] = gain
+        # In the group, because it belongs to the state of the optimizer, which others may save and restore.
+        self.optimizer.param_groups[number][UNIT] = gain
 
     def second_moments(self, number: int) -> dict[int, SecondMoment]:
         """Return the second moments of group `number` by the id of the parameter, of those with a step."""
-        group = self._optimizer.param_groups[number]
+        group = self.optimizer.param_groups[number]
         name = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
-        beta, unit, states = float(group["betas"][1]), self._unit(number), self._optimizer.state
+        beta, unit, states = float(group["betas"][1]), self._unit(number), self.optimizer.state
         found: dict[int, SecondMoment] = {}
         factors: dict[float, float] = {}
         on_gpu: dict[torch.device, dict[int, dict[str, Tensor]]] = {}
@@ -205,22 +191,11 @@ class AdamRule(ScalingRule):
 
     def eps(self, number: int) -> float:
         """Return what group `number` adds to the square root of the second moment."""
-        return float(self._optimizer.param_groups[number]["eps"] / math.sqrt(self._unit(number)))
-
-    def state_dict(self) -> list[float]:
-        """Return r of the last step, by group."""
-        return list(self.units)
-
-    def load_state_dict(self, state: Sequence[float]) -> None:
-        """Restore what `state_dict` returned."""
-        self.units = list(state)
-
-    def loaded_optimizer(self) -> None:
-        """Use the units of the state that the optimizer has loaded: 1 if a plain optimizer has saved it."""
-        self.units = [group.get(UNIT, 1.0) for group in self._optimizer.param_groups]
+        return float(self.optimizer.param_groups[number]["eps"] / math.sqrt(self._unit(number)))
 
     def _unit(self, number: int) -> float:
-        return self.units[number] if number < len(self.units) else 1.0
+        unit: float = self.optimizer.param_groups[number].get(UNIT, 1.0)
+        return unit
 
 
 class ProtocolRule(ScalingRule):
@@ -230,21 +205,21 @@ class ProtocolRule(ScalingRule):
 
     def hyperparameters_at(self, group: Mapping[str, Any], gain: Gain) -> Mapping[str, Any]:
         """Return the values of a group for a step that is worth `gain` steps."""
-        values: Mapping[str, Any] = self._optimizer.hyperparameters_at(group, float(gain))
+        values: Mapping[str, Any] = self.optimizer.hyperparameters_at(group, float(gain))
         return values
 
     def second_moments(self, number: int) -> dict[int, SecondMoment]:
         """Return the second moments of group `number` by the id of the parameter, of those with a step."""
         found = {}
-        for parameter in self._optimizer.param_groups[number]["params"]:
-            value = self._optimizer.second_moment(parameter)
+        for parameter in self.optimizer.param_groups[number]["params"]:
+            value = self.optimizer.second_moment(parameter)
             if value is not None:
                 found[id(parameter)] = SecondMoment(local_shard(value))
         return found
 
     def eps(self, number: int) -> float:
         """Return what group `number` adds to the square root of the second moment."""
-        return float(self._optimizer.param_groups[number].get("eps", 0.0))
+        return float(self.optimizer.param_groups[number].get("eps", 0.0))
 
 
 def adam_hyperparameters(group: Mapping[str, Any], gain: float) -> Mapping[str, Any]:
@@ -276,3 +251,71 @@ def scaled(lr: float | Tensor, factor: Gain) -> float | Tensor:
     """Return the learning rate of a step, of the same type as `lr`."""
     product = lr * factor
     return product.to(lr.dtype) if isinstance(lr, Tensor) and isinstance(product, Tensor) else product
+
+
+# -- which optimizers are supported -------------------------------------------------------------------
+
+_REFUSED = {
+    "Muon": "whose step has singular values of 1 whatever the size and the noise of the gradient are",
+    "Lion": "whose step is the sign of its momentum whatever the size and the noise of the gradient are",
+    "Adafactor": "which keeps no second moment of each parameter to measure gradients with, and whose step is"
+    " relative to the size of the weights",
+}
+"""Why well-known optimizers are not supported, by a part of the names of their classes.
+
+There are several implementations of each, and some are subclasses of SGD or AdamW.
+"""
+
+
+def scaling_rule_of(optimizer: torch.optim.Optimizer, *, observes: bool = False) -> ScalingRule:
+    """Return the rule for the hyperparameters of `optimizer`, and the metric of its gradients.
+
+    Without a metric of its own an optimizer is measured in the Euclidean norm, if it is only observed.
+    """
+    try:
+        return _rule_of(optimizer)
+    except UnsupportedOptimizerError:
+        if not observes or isinstance(optimizer, torch.optim.LBFGS):
+            raise
+    warn_user(
+        f"AdaScale observes {type(optimizer).__name__} in the Euclidean norm, because it has no metric for "
+        "it. The critical batch in the optimizer's own metric may be several times smaller or larger"
+    )
+    return ScalingRule(optimizer)
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
+    inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
+    if not isinstance(optimizer, SecondMomentOptimizer):
+        _require_not_refused(inner or optimizer)
+    if isinstance(optimizer, torch.optim.SGD) or isinstance(inner, torch.optim.SGD):
+        return ScalingRule(optimizer)
+    if isinstance(optimizer, SecondMomentOptimizer):
+        return ProtocolRule(optimizer)
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return AdamRule(optimizer)
+    name = type(optimizer).__name__
+    if inner is not None:
+        name = f"{name} of {type(inner).__name__}"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            "got LBFGS, which computes the gradients of one step several times, with other weights each "
+            "time, so its steps have no batch size to scale: use torch.optim.SGD, Adam or AdamW"
+        )
+    raise UnsupportedOptimizerError(
+        f"got {name}; AdaScale scales torch.optim.SGD, with or without momentum, ZeroRedundancyOptimizer of "
+        "it, torch.optim.Adam and torch.optim.AdamW: use one of these. An optimizer of your own that keeps a "
+        "second moment needs two methods, `second_moment` and `hyperparameters_at` (docs/adascale.md, "
+        '"Optimizers")'
+    )
+
+
+def _require_not_refused(optimizer: torch.optim.Optimizer) -> None:
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    for name, reason in _REFUSED.items():
+        if any(name in kind for kind in kinds):
+            raise UnsupportedOptimizerError(
+                f"got {kinds[0]}, {reason}: the rules of SGD and Adam for a larger batch do not hold for it, "
+                "and no other is measured. Use torch.optim.AdamW for all parameters, or this optimizer "
+                "without AdaScale, with a fixed number of replicas and batch size"
+            )

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_core.errors import AdaScaleError
 from adascale_worker.membership.links import StateNumber
-from adascale_worker.program.optimizers import Optimizers, OptimizerSet
+from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.state.exchange import CHUNK, SMALL, ReceiveMemory, bytes_of
 from adascale_worker.state.file import Snapshot, data_bytes, offsets_of
 from adascale_worker.state.tree import TensorIndex, Tree, flatten, layout_of, layouts, memory_of, unflatten
@@ -88,8 +88,7 @@ class StateFollowing:
     def __init__(self, state: FollowedState, optimizers: Optimizers) -> None:
         self._state = state
         self._discard_comparison = optimizers.discard_comparison
-        parts = optimizers.parts.values() if isinstance(optimizers, OptimizerSet) else [optimizers]
-        self._optimizers = [part.optimizer for part in parts]
+        self._optimizers = [part.optimizer for part in optimizers.parts.values()]
         self._source: StateSource | None = None
         self.received: Followed | None = None
         """What this replica has received, until it is a member."""

@@ -13,7 +13,6 @@ from adascale_worker.errors import UnsupportedStateError, UnusableCheckpointErro
 from adascale_worker.program.hyperparameters import (
     CHOICES,
     Choice,
-    Difference,
     Hyperparameters,
     continue_schedule,
 )
@@ -49,7 +48,7 @@ class ProgramState:
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     # which hyperparameters are used after a checkpoint was restored, if they differ
     choice: Choice = "checkpoint"
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
     """The hyperparameters that differ from the restored checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -76,20 +76,6 @@ def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
     return list(norm(tensors, 2) if dtype is None else norm(tensors, 2, dtype=dtype))
 
 
-def weighted_sqr_norms(tensors: Sequence[Tensor], divisors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of x^2 / divisor for each tensor x. May overwrite the divisors.
-
-    For tensors on the CPU, where an inner product costs a fraction of a norm.
-    """
-    return [torch.dot(_quotient(x, divisor), x) for x, divisor in zip(tensors, divisors, strict=True)]
-
-
-def _quotient(tensor: Tensor, divisor: Tensor) -> Tensor:
-    if tensor.dtype is divisor.dtype:
-        return torch.div(tensor, divisor, out=divisor)
-    return (tensor / divisor).to(tensor.dtype)
-
-
 def multiply_in_place(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply each tensor by `factor`, with one kernel for many of them."""
     if tensors:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
 from adascale_worker.torch_private import private_part
+from adascale_worker.torch_private.autograd import backward_pass_id
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -219,6 +220,10 @@ class ShardedParameterGroup:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._parameters = private_part(group, "fsdp_params")
+        self.unreduced: set[int] = set()
+        """The backward passes whose gradients are on the rank, also after `zero_grad()`."""
+        self.reduced: list[set[int]] = []
+        """The passes that each observed reduce-scatter has taken the sum of."""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -263,29 +268,24 @@ class ShardedParameterGroup:
         """Whether gradients were reduce-scattered and not yet averaged over replicas (HSDP)."""
         return private_part(self._group, "_partial_reduce_output") is not None
 
-    def on_post_backward(self, before: Callable[[bool], None], after: Callable[[bool], None]) -> None:
-        """Call functions before and after `post_backward`, which ends the group's part of a backward pass.
+    def observe(self, on_reduce_scatter: Callable[[Tensor, dist.ProcessGroup], None]) -> None:
+        """Record which passes are reduced together, and call a function before each reduce-scatter.
 
-        FSDP2 calls it in passes with and without a reduce-scatter. If it raises an error, `after` is not
-        called.
+        It gets its ranks, and its input, the gradients of this rank: for each rank in turn, its piece of each
+        parameter with a gradient, padded to `shard_sizes`.
         """
-        group = self._group
+        from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+        group, unreduced, reduced = self._group, self.unreduced, self.reduced
         post_backward = private_part(group, "post_backward")
 
         def observed_post_backward(*arguments: Any) -> None:
-            before(group.reduce_grads)
+            # Ends the group's part of a backward pass, with or without a reduce-scatter.
+            if not group.reduce_grads:
+                unreduced.add(backward_pass_id())
             post_backward(*arguments)
-            after(group.reduce_grads)
-
-        group.post_backward = observed_post_backward
-
-    def on_reduce_scatter(self, observe: Callable[[Tensor, dist.ProcessGroup], None]) -> None:
-        """Call `observe` with the input of each reduce-scatter, before it starts, and with its ranks.
-
-        The input has the gradients of this rank: for each rank in turn, its piece of each parameter with a
-        gradient, padded to `shard_sizes`.
-        """
-        from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+            if group.reduce_grads:  # the gradients were reduced, or there were none
+                unreduced.clear()
 
         class ObservedReduceScatter(ReduceScatter):
             def __init__(self, inner: ReduceScatter) -> None:
@@ -304,12 +304,13 @@ class ShardedParameterGroup:
                 op: Any,
                 async_op: bool = False,
             ) -> dist.Work | None:
-                observe(input_tensor, group)
+                reduced.append(unreduced | {backward_pass_id()})
+                on_reduce_scatter(input_tensor, group)
                 return self._inner(output_tensor, input_tensor, group, op, async_op)
 
-        inner = private_part(self._group, "_reduce_scatter_comm")
+        group.post_backward = observed_post_backward
         # FSDPModule.set_custom_reduce_scatter refuses modules with parameters on different meshes.
-        self._group._reduce_scatter_comm = ObservedReduceScatter(inner)
+        group._reduce_scatter_comm = ObservedReduceScatter(private_part(group, "_reduce_scatter_comm"))
 
 
 def sharded_parameter_groups(model: torch.nn.Module) -> list[ShardedParameterGroup]:

@@ -5,14 +5,14 @@ when the last backward pass ends, and is waited for when a result is read, so th
 between. All ranks read the same sums, equal to the bit, and so compute the same gain.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.scaling.statistics.norms import Gradients, sqr_norms
@@ -35,29 +35,13 @@ class Shards(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalStatistics:
-    """The numbers of one step on this rank, before the all-reduce."""
-
-    # what is summed over ranks: the squared norms of the micro-gradients, or the inner products with the
-    # previous gradient; shape (groups,)
-    summed: Tensor
-    averaged: Tensor  # squared norms of the averaged gradients: shape (groups,)
-    complete: bool  # whether this rank has read all its gradients
-
-    def over(self, shards: Shards) -> "LocalStatistics":
-        """Return the numbers of all shards of this replica together. A collective call."""
-        vector = torch.cat([self.summed, self.averaged, self.averaged.new_tensor([float(not self.complete)])])
-        shards.add_shards(vector)
-        summed, averaged, missing = vector.split([self.summed.numel(), self.averaged.numel(), 1])
-        return LocalStatistics(summed, averaged, complete=missing.item() == 0.0)
-
-
-@dataclass(frozen=True, slots=True)
 class ReducedStatistics:
     """The numbers of one step after the all-reduce, the same on all ranks."""
 
-    summed: Tensor  # the sums over ranks of `LocalStatistics.summed`: shape (groups,)
-    averaged: Tensor  # the means over ranks of `LocalStatistics.averaged`: shape (groups,)
+    # the sums over ranks of the squared norms of the micro-gradients, or of the inner products with the
+    # previous gradient: shape (groups,)
+    summed: Tensor
+    averaged: Tensor  # the means over ranks of the squared norms of the averaged gradients: shape (groups,)
     flags: Tensor  # sums over ranks, shape (flags,)
     complete: Tensor  # whether all ranks took part with all their gradients: shape ()
     agreed: Tensor  # whether `averaged` was the same on all ranks: shape ()
@@ -75,20 +59,27 @@ class StatisticsAllReduce:
 
     def __init__(
         self,
-        local: LocalStatistics,
+        summed: Tensor,  # shape (groups,)
+        averaged: Tensor,  # shape (groups,)
         flags: Sequence[float],
         *,
+        complete: bool,  # whether this rank has read all its gradients
         ranks: int,
         same_on_all_ranks: bool,  # whether `averaged` should be; otherwise its mean over ranks is used
         process_group: dist.ProcessGroup | None,
         shards: Shards | None,
     ) -> None:
         self._same_on_all_ranks = same_on_all_ranks
-        self._groups = local.summed.numel()
+        self._groups = groups = summed.numel()
         self._ranks = ranks
-        total = local.averaged.sum()
-        header = torch.stack([total * total, torch.full_like(total, float(local.complete))])
-        parts = [header, local.summed, local.averaged]
+        if shards is not None:
+            vector = torch.cat([summed, averaged, averaged.new_tensor([float(not complete)])])
+            shards.add_shards(vector)
+            summed, averaged, missing = vector.split([groups, groups, 1])
+            complete = missing.item() == 0.0
+        total = averaged.sum()
+        header = torch.stack([total * total, torch.full_like(total, float(complete))])
+        parts = [header, summed, averaged]
         if flags:
             # Filled on the device: making a tensor of numbers on a GPU waits for it. Few are not zero.
             numbers = total.new_zeros(len(flags))
@@ -163,14 +154,3 @@ def joins_without(ddp: DistributedDataParallel | None, joinable: Joinable | None
     if ddp is None or not is_in_join(ddp):
         return False
     return joinable is None or not is_in_join(joinable)
-
-
-class StatisticsJoinHook(JoinHook):
-    """Takes part in the all-reduces of statistics on a rank without data."""
-
-    def __init__(self, on_step: Callable[[], None]) -> None:
-        self._on_step = on_step
-
-    def main_hook(self) -> None:
-        """Call `on_step`. Called by `Join` for each step of the peers."""
-        self._on_step()

@@ -69,8 +69,8 @@ def from_consecutive_gradients(
 
 
 UNBIASED, BIASED = 0, 1
-GRAD_SQR, GRAD_VAR, WEIGHT, SQUARE, SQR_WEIGHT = range(5)
-NAMES = ("grad_sqr", "grad_var", "weight", "square", "sqr_weight")
+GRAD_SQR, GRAD_VAR, WEIGHT, SQUARE, SQR_WEIGHT, COUNT = range(6)
+NAMES = ("grad_sqr", "grad_var", "weight", "square", "sqr_weight", "count")
 
 
 class MovingAverages:
@@ -83,70 +83,65 @@ class MovingAverages:
     # Each group has two averages: of estimates from micro-gradients, and of these together with estimates
     # from consecutive gradients. The second starts from the first, and the next unbiased estimate deletes it.
 
-    def __init__(self, sums: Tensor, counts: Tensor) -> None:
-        self._sums = sums  # shape (2, len(NAMES), groups). The weights are at most 1; 0 without an estimate.
-        self._counts = counts  # numbers of estimates, shape (2, groups)
+    def __init__(self, sums: Tensor) -> None:
+        # shape (2, len(NAMES), groups). The weights are at most 1; 0 without an estimate.
+        self._sums = sums
         self._on_host: list[GradientEstimate | None] | None = None
 
     @classmethod
     def empty(cls, groups: int, device: torch.device) -> "MovingAverages":
         """Return averages of no estimates, for `groups` parameter groups."""
-        dtype = accumulation_dtype(device)
-        return cls(
-            torch.zeros(2, len(NAMES), groups, dtype=dtype, device=device),
-            torch.zeros(2, groups, dtype=dtype, device=device),
-        )
+        return cls(torch.zeros(2, len(NAMES), groups, dtype=accumulation_dtype(device), device=device))
 
     @property
     def groups(self) -> int:
         """The number of parameter groups."""
-        return self._counts.shape[-1]
+        return self._sums.shape[-1]
 
     def to(self, device: torch.device) -> "MovingAverages":
         """Return the same averages on `device`."""
         if device == self._sums.device:
             return self
-        dtype = accumulation_dtype(device)
-        return MovingAverages(self._sums.to(device, dtype), self._counts.to(device, dtype))
+        return MovingAverages(self._sums.to(device, accumulation_dtype(device)))
 
     def with_groups(self, groups: int) -> "MovingAverages":
         """Return the same averages with empty ones for the additional groups, up to `groups`."""
         if groups <= self.groups:
             return self
         new = MovingAverages.empty(groups - self.groups, self._sums.device)
-        return MovingAverages(
-            torch.cat([self._sums, new._sums], -1), torch.cat([self._counts, new._counts], -1)
-        )
+        return MovingAverages(torch.cat([self._sums, new._sums], -1))
 
     def without(self, groups: Sequence[int]) -> "MovingAverages":
         """Return the same averages without the averages of `groups`."""
         numbers = torch.arange(self.groups, device=self._sums.device)
         kept = ~torch.isin(numbers, torch.tensor(groups, device=self._sums.device))
-        return MovingAverages(torch.where(kept, self._sums, 0.0), torch.where(kept, self._counts, 0.0))
+        return MovingAverages(torch.where(kept, self._sums, 0.0))
 
     def updated(self, step: StepEstimate, smoothing: float, *, debias: bool = True) -> "MovingAverages":
         """Return the averages with the estimates of one more step."""
         require_smoothing(smoothing)
-        sums, counts = self._sums, self._counts
-        past, count = self._latest() if step.biased else (sums[UNBIASED], counts[UNBIASED])
+        sums = self._sums
+        past = self._latest() if step.biased else sums[UNBIASED]
         ones = torch.ones_like(step.grad_sqr)
         # Without `debias`, as in appendix B.3 of the paper: the plain mean of the first 1 / (1 - smoothing)
         # estimates, and a moving average after that.
-        numbers = torch.stack([step.grad_sqr, step.grad_var, ones, step.grad_sqr.square(), ones])
-        share = ones - smoothing if debias else (1.0 / (count + 1.0)).clamp(min=1.0 - smoothing)
+        count = past[COUNT] + 1.0
+        numbers = torch.stack([step.grad_sqr, step.grad_var, ones, step.grad_sqr.square(), ones, count])
+        share = ones - smoothing if debias else (1.0 / count).clamp(min=1.0 - smoothing)
         average = torch.lerp(past, numbers, share)
         average[SQR_WEIGHT] = (1.0 - share).square() * past[SQR_WEIGHT] + share.square()
+        average[COUNT] = count
         if step.biased:
             # With smoothing 0 the unbiased average would get the weight 0 and be lost, so it stays as it is.
             aged = sums[UNBIASED]
             if smoothing > 0.0:
                 aged = smoothing * aged
                 aged[SQR_WEIGHT] *= smoothing
-            new, new_counts = torch.stack([aged, average]), torch.stack([counts[UNBIASED], count + 1.0])
+                aged[COUNT] = sums[UNBIASED, COUNT]
+            new = torch.stack([aged, average])
         else:
             new = torch.stack([average, torch.zeros_like(average)])
-            new_counts = torch.stack([count + 1.0, torch.zeros_like(count)])
-        return MovingAverages(torch.where(step.valid, new, sums), torch.where(step.valid, new_counts, counts))
+        return MovingAverages(torch.where(step.valid, new, sums))
 
     def gains(self, scale: float) -> Tensor:
         """Return the gain of each group at `scale`, shape (groups,), without waiting for the device.
@@ -166,30 +161,18 @@ class MovingAverages:
         The first call waits for the device.
         """
         if self._on_host is None:
-            self._on_host = self._interpret(self.packed().tolist())
+            sums, is_biased = self._latest()[:COUNT], self._sums[BIASED, WEIGHT] > 0.0
+            rows = torch.cat([sums, is_biased[None].to(sums.dtype)]).T.tolist()
+            self._on_host = [_estimate(*row) if row[WEIGHT] > 0.0 else None for row in rows]
         return self._on_host
-
-    def packed(self) -> Tensor:
-        """Return the numbers that `set_host_numbers` takes, to read them together with other tensors."""
-        (sums, _), is_biased = self._latest(), self._sums[BIASED, WEIGHT] > 0.0
-        return torch.cat([*sums, is_biased.to(sums.dtype)])
-
-    def set_host_numbers(self, numbers: Sequence[float]) -> None:
-        """Store the numbers of `packed` after they were read, so that `on_host` does not wait."""
-        self._on_host = self._interpret(numbers)
-
-    def _interpret(self, numbers: Sequence[float]) -> list[GradientEstimate | None]:
-        starts = range(0, len(numbers), self.groups or 1)
-        rows = zip(*(numbers[start : start + self.groups] for start in starts), strict=True)
-        return [_estimate(*row) if row[WEIGHT] > 0.0 else None for row in rows]
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the averages of each group as numbers."""
-        sums, counts = self._sums.tolist(), self._counts.tolist()
+        sums = self._sums.tolist()
 
         def average(kind: int, group: int) -> dict[str, float]:
             named = {name: row[group] for name, row in zip(NAMES, sums[kind], strict=True)}
-            return {**named, "count": int(counts[kind][group])}
+            return {**named, "count": int(named["count"])}
 
         return [
             {
@@ -202,26 +185,18 @@ class MovingAverages:
     @classmethod
     def from_state_dict(cls, state: Sequence[Mapping[str, Any]], device: torch.device) -> "MovingAverages":
         """Return the averages that `state_dict` returned `state` for."""
-        empty = {**dict.fromkeys(NAMES, 0.0), "count": 0}
+        empty = dict.fromkeys(NAMES, 0.0)
         averages = [[group[kind] or empty for group in state] for kind in ("unbiased", "biased")]
-        dtype = accumulation_dtype(device)
         sums = [[[average[name] for average in kind] for name in NAMES] for kind in averages]
-        counts = [[average["count"] for average in kind] for kind in averages]
-        return cls(
-            torch.tensor(sums, dtype=dtype, device=device), torch.tensor(counts, dtype=dtype, device=device)
-        )
+        return cls(torch.tensor(sums, dtype=accumulation_dtype(device), device=device))
 
-    def _latest(self) -> tuple[Tensor, Tensor]:
-        """Sums and counts of the average that is read: the biased average if it exists, for each group."""
-        has_biased = self._sums[BIASED, WEIGHT] > 0.0
-        return (
-            torch.where(has_biased, self._sums[BIASED], self._sums[UNBIASED]),
-            torch.where(has_biased, self._counts[BIASED], self._counts[UNBIASED]),
-        )
+    def _latest(self) -> Tensor:
+        """The sums of the average that is read: the biased average if it exists, for each group."""
+        return torch.where(self._sums[BIASED, WEIGHT] > 0.0, self._sums[BIASED], self._sums[UNBIASED])
 
     def _averages(self) -> tuple[Tensor, Tensor]:
         """`grad_sqr` and `grad_var`; zero for a group without an estimate."""
-        sums, _ = self._latest()
+        sums = self._latest()
         has_estimate = sums[WEIGHT] > 0.0
         weight = torch.where(has_estimate, sums[WEIGHT], 1.0)
         return sums[GRAD_SQR] / weight, sums[GRAD_VAR] / weight

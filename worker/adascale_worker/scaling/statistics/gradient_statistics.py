@@ -1,8 +1,8 @@
-"""Measures a step, from its first backward pass to the estimates for each parameter group."""
+"""Measures the steps of an optimizer, and estimates the gain: from backward passes to moving averages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,111 +11,189 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Joinable
 
+from adascale_core.batch.gain import GradientEstimate, total
 from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.scaling.rules import ScalingRule
 from adascale_worker.scaling.statistics.all_reduce import (
-    LocalStatistics,
     ReducedStatistics,
     StatisticsAllReduce,
     joins_without,
 )
-from adascale_worker.scaling.statistics.backward import HookedGradients
 from adascale_worker.scaling.statistics.estimates import (
+    MovingAverages,
     StepEstimate,
     from_consecutive_gradients,
     from_micro_gradients,
 )
-from adascale_worker.scaling.statistics.loss_scale import GradientFingerprint, LossScale
-from adascale_worker.scaling.statistics.metric import SecondMomentMetric
-from adascale_worker.scaling.statistics.norms import EuclideanMetric
+from adascale_worker.scaling.statistics.loss_scale import LossScale
+from adascale_worker.scaling.statistics.metric import Metric
 from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParameters
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
-from adascale_worker.scaling.statistics.reader import GradientReader
+from adascale_worker.scaling.statistics.reader import GradientReader, HookedGradients
 from adascale_worker.scaling.statistics.sharded import ShardedGradients
-from adascale_worker.scaling.statistics.steps import GainOptions, StepSettings, StepWeights
+from adascale_worker.scaling.statistics.steps import (
+    GainOptions,
+    StepWeights,
+    require_valid,
+    sampling_interval,
+)
 from adascale_worker.torch_private.distributed import is_fully_sharded
 
 
-@dataclass(frozen=True, slots=True)
-class StepMeasurement:
-    """The result of a step; all fields are None if it was not measured."""
-
-    estimate: StepEstimate | None = None  # None if there is no other gradient to compare with
-    flag_sums: Tensor | None = None  # sums over ranks, shape (flags,). None without an all-reduce or flags.
-    finite: Tensor | None = None  # whether all gradients were finite, shape ()
-
-
 class GradientStatistics:
-    """Measures the steps of one optimizer.
+    """Measures the steps of an optimizer, and estimates the gain of each parameter group.
 
-    For each step: `begin_step`, the backward passes, perhaps `preview`, then `finish_step` before the
-    optimizer uses the gradients.
+    For each step: the backward passes, `finish_measurement` before the optimizer uses the gradients, then
+    `end_step`.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
         rule: ScalingRule,
         options: GainOptions,
-        model: torch.nn.Module | None,
-        grad_scaler: GradScaler | None,
+        model: torch.nn.Module | None = None,
+        grad_scaler: GradScaler | None = None,
     ) -> None:
-        self._settings = options.settings
-        self._shards = shards = options.shards
-        self._observes_backward = options.observes_backward
-        adapts = rule.has_second_moments
-        observes_shards = model is not None and is_fully_sharded(model)
+        require_valid(options)
+        self.options = options
+        self.rule = rule
+        shards, observes_shards = options.shards, is_fully_sharded(model)
         self.parameters = OptimizerParameters(
-            optimizer, scales_lr_alone=not adapts, is_sharded=observes_shards or shards is not None
+            rule.optimizer,
+            scales_lr_alone=not rule.has_second_moments,
+            is_sharded=observes_shards or shards is not None,
         )
         add_shards = shards.add_shards if shards is not None else dist.all_reduce if observes_shards else None
-        self._metric = SecondMomentMetric(rule, optimizer, add_shards) if adapts else EuclideanMetric()
-        own = self.parameters, options.settings, self._metric
+        self._metric = Metric(rule, add_shards)
+        own = self.parameters, options, self._metric
         self.reader = GradientReader(*own)
         if options.observes_backward:
             kind = ShardedGradients if observes_shards else HookedGradients
             self.reader = kind(*own, model, self._on_pass_start, self._on_pass_end)
         self.flags: Sequence[float] = ()
-        """Numbers of this rank that are summed over ranks together with the statistics."""
+        """Numbers of this rank that are summed over ranks together with the statistics: of the same length on
+        all ranks, and read when the last backward pass of a measured step ends."""
         self.joinable: Joinable | None = None
         """The object that represents the statistics in a `Join` context."""
         self.gradients_are_divided = False
         """Whether the gradients were divided by `divisor` since the last backward pass."""
+        self.loss_scale = LossScale(grad_scaler, self.parameters)
+        self._scale_of_scaler: float | None = None
+        self._averages = MovingAverages.empty(0, HOST)
+        self._steps = self._sampling_start = 0
+        self._is_stopped = self._is_measuring = self._is_left_out = self._begins_pair = False
         self._weights: StepWeights | None = None
-        self._step_number = 0
-        self._is_measuring = False
-        self._is_left_out = False
-        self._begins_pair = False
         self._all_reduce: StatisticsAllReduce | None = None
+        self._last: ReducedStatistics | None = None
+        """The numbers of the last step; None if it was not measured."""
+        self._flag_sums: Tensor | tuple[float, ...] | None = None
         self._previous_gradient = PreviousGradient(self._metric)
         self._previous_step: PreviousStep | None = None
-        self.loss_scale = LossScale(grad_scaler)
-        self._scale_of_scaler: float | None = None
-        self._fingerprint: GradientFingerprint | None = None
         self._warnings = OneTimeWarnings()
 
-    # -- a step -----------------------------------------------------------------------------------------
+    def change_options(self, **changes: Any) -> None:
+        """Change some options, if they are others. Discards what this step has measured so far then."""
+        options = replace(self.options, **changes)
+        if options != self.options:
+            require_valid(options)
+            self.options = options
+            self.begin_step()
+
+    # -- results ----------------------------------------------------------------------------------------
+
+    def estimates(self) -> Sequence[GradientEstimate | None]:
+        """Return the estimate of each parameter group, without the limit; None for a group without one.
+
+        Includes this step as far as it is measured. There may be fewer estimates than groups.
+        """
+        if self.parameters.lr_device == HOST:
+            self.loss_scale.warn_if_unknown()
+        return self._current_averages().on_host()
+
+    def total_estimate(self) -> GradientEstimate | None:
+        """Return the estimate of all parameter groups that are trained; None without any."""
+        groups = zip(self.estimates(), self.parameters.trained(), strict=False)
+        available = [estimate for estimate, is_trained in groups if is_trained and estimate is not None]
+        return self._limited(total(available)) if available else None
+
+    def gain(self, scale: float, group: int | None = None) -> float:
+        """Return the gain at `scale`, of a group or of all that are trained; 1 without an estimate."""
+        if group is None:
+            estimate = self.total_estimate()
+        else:
+            groups = len(self.parameters.groups())
+            if not -groups <= group < groups:
+                raise IndexError(f"got pg_idx={group}; there are {groups} parameter groups")
+            estimates = self.estimates()
+            number = group % groups
+            estimate = self._limited(estimates[number]) if number < len(estimates) else None
+        return 1.0 if estimate is None else estimate.gain(scale)
+
+    def gain_tensor(self) -> Tensor:
+        """Return the gain of all trained groups together: shape (), on the device of learning rates."""
+        averages = self._current_averages().to(self.parameters.lr_device)
+        trained = self.parameters.trained_tensor()[: averages.groups]
+        return self._limited_gains(averages.gain(self.options.scale, trained))
+
+    def group_gains(self) -> Sequence[float | Tensor]:
+        """Return the gain of each group with averages: tensors if the learning rates are on the device."""
+        if self.parameters.lr_is_on_device:
+            return self._limited_gains(self._averages.gains(self.options.scale)).unbind()
+        limited = map(self._limited, self.estimates())
+        return [1.0 if estimate is None else estimate.gain(self.options.scale) for estimate in limited]
+
+    def flag_sums(self) -> tuple[float, ...] | None:
+        """Return the sums over ranks of `flags`, as they were when the all-reduce of the last step began.
+
+        The same on all ranks. None if the last step had no all-reduce, or no flags in it. With one replica,
+        the local flags.
+        """
+        if isinstance(self._flag_sums, Tensor):
+            self._flag_sums = tuple(self._flag_sums.tolist())
+        return self._flag_sums
+
+    def gradients_are_finite(self) -> bool | None:
+        """Return whether the gradients of the last step were finite after its backward passes, on all ranks.
+
+        None if it was not measured.
+        """
+        return None if self._last is None else bool(self._last.finite)
 
     @property
     def awaits_comparison(self) -> bool:
         """Whether the gradient of the last step is kept for a comparison that ends with this step."""
         return self._previous_gradient.step is not None and not self._begins_pair
 
-    def begin_step(
-        self, settings: StepSettings, step_number: int, *, measuring: bool, begins_pair: bool
-    ) -> None:
-        """Prepare for a step: add hooks to the parameters if it is measured, remove them if not."""
-        self._settings, self._step_number, self._is_measuring = settings, step_number, measuring
-        self._begins_pair = begins_pair
+    # -- a step -----------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Prepare for a step: add hooks to the parameters if it is measured, remove them if not.
+
+        Discards what this step has measured so far.
+        """
+        options = self.options
+        is_single = options.micro_gradients == 1
+        place = (self._steps - self._sampling_start) % self._interval()
+        is_sampled = options.compares_steps and place <= 1 if is_single else place == 0
+        self._is_measuring = not self._is_stopped and (options.interval > 0 or is_sampled)
+        self._begins_pair = is_single and options.compares_steps and place == 0
         self._is_left_out = False
         self.discard_step()
         self._metric.begin_step()
-        if settings.micro_gradients > 1 or not measuring:
+        if not (is_single and self._is_measuring):
             self._previous_gradient.clear()
-        if measuring:
-            self.reader.observe(settings)
+        if self._is_measuring:
+            self.reader.observe(options)
         else:
             self.reader.remove_hooks()
+
+    def _interval(self) -> int:
+        """The number of steps for which the measurement of this step stands, if the sampling chooses it."""
+        options = self.options
+        interval = options.sample_every
+        if interval is None:
+            interval = sampling_interval(self._steps - self._sampling_start, options.smoothing)
+        return max(interval, 2) if options.disjoint_pairs and options.micro_gradients == 1 else interval
 
     def discard_step(self) -> None:
         """Discard what this step has measured so far, because its gradients were deleted."""
@@ -134,7 +212,7 @@ class GradientStatistics:
         """Leave this step out of the estimates, because its micro-gradients or its parameters are others."""
         self._is_left_out = True
         self._previous_gradient.clear()
-        self._fingerprint = None
+        self.loss_scale.forget_gradients()
 
     def weigh_step(self, weights: StepWeights) -> None:
         """Use the weights of the micro-batches of this step. Call after its last backward pass."""
@@ -146,12 +224,12 @@ class GradientStatistics:
     @property
     def divisor(self) -> float:
         """The divisor of the sum over the backward passes of a step, if the loss is not scaled."""
-        return float(self._settings.accumulation) if self._weights is None else self._weights.divisor
+        return float(self.options.accumulation) if self._weights is None else self._weights.divisor
 
     @property
     def reads_gradients(self) -> bool:
         """Whether the micro-gradients of this step are read."""
-        return self._is_measuring and self._settings.micro_gradients > 1
+        return self._is_measuring and self.options.micro_gradients > 1
 
     def measure(self, weight: float) -> None:
         """Measure the step, after the micro-gradient that completes it was read. A collective call.
@@ -175,25 +253,10 @@ class GradientStatistics:
         """Discard the gradient of the last step, because the next is not made by one replica alone."""
         self._previous_gradient.clear()
 
-    def remove_hooks(self) -> None:
-        """Stop measuring, and remove all hooks from the parameters."""
-        self._is_measuring = False
-        self._discard_passes()
-        self.reader.remove_hooks()
-
-    def preview(self) -> StepEstimate | None:
-        """Return the estimate of this step as far as it can be made before the step; None without any."""
-        if self._all_reduce is None or self._is_left_out:
-            return None
-        statistics = self._all_reduce.result(self.parameters.lr_device)
-        if self._scale_of_scaler is None:
-            return self._estimate(statistics, self.loss_scale.inferred.to(statistics.averaged))
-        return self._estimate(statistics, torch.full_like(statistics.averaged[0], self._scale_of_scaler))
-
     def exchange(self) -> None:
         """Start the all-reduce of a measured step if it has not started, and wait for it.
 
-        On a GPU, what is launched from now on waits. `finish_step` does so too.
+        On a GPU, what is launched from now on waits. `finish_measurement` does so too.
         """
         if not self._is_measuring or self.is_excluded_from_join():
             return
@@ -202,33 +265,56 @@ class GradientStatistics:
         if self._all_reduce is not None:
             self._all_reduce.wait()
 
-    def finish_step(self) -> StepMeasurement:
-        """Return the result of this step. Called when the optimizer is about to use the gradients."""
-        if not self._is_measuring or self.is_excluded_from_join():
-            return StepMeasurement()
-        self.exchange()
-        all_reduce, self._all_reduce = self._all_reduce, None
-        if all_reduce is None:
-            return StepMeasurement()
+    def finish_measurement(self) -> None:
+        """Add the estimates of this step to the averages. Call before the optimizer uses the gradients."""
+        self.parameters.record_trainable()
+        self._averages = self._averages.to(self.parameters.lr_device)
+        self._last = None
+        if self._is_measuring and not self.is_excluded_from_join():
+            self.exchange()
+            all_reduce, self._all_reduce = self._all_reduce, None
+            if all_reduce is not None:
+                self._last, estimate = self._finish(all_reduce)
+                if estimate is not None:
+                    self._averages = self._updated_averages(estimate)
+        sums = None if self._last is None or not self._last.flags.numel() else self._last.flags
+        self._flag_sums = tuple(self.flags) if self.options.world_size == 1 else sums
+
+    def _finish(self, all_reduce: StatisticsAllReduce) -> tuple[ReducedStatistics, StepEstimate | None]:
+        """Return the numbers of this step, and its estimate; None if it has none."""
         if self._is_left_out:
             # Gradients that were measured may be deleted since.
             self._previous_gradient.clear()
-            result = all_reduce.result(self.parameters.lr_device)
-            return StepMeasurement(None, result.flags if result.flags.numel() else None, result.finite)
-        self._warn_of_synchronisation_problem()
+            return all_reduce.result(self.parameters.lr_device), None
+        problem = self.reader.synchronisation_problem()
+        if problem is not None and self.options.micro_gradients > 1:
+            self._warnings.warn("sharded", f"{problem}. Until then such steps are left out of the estimates")
         before_step = None
-        if self._observes_backward and not self._gradients_are_unchanged():
+        if self.options.observes_backward and not self.loss_scale.gradients_are_unchanged():
             divisor = self.divisor if self.gradients_are_divided else 1.0
             before_step = self.reader.current_sqr_norms() * divisor**2
         statistics = all_reduce.result(self.parameters.lr_device, before_step)
         statistics, loss_scale = self._with_loss_scale(statistics)
         estimate = self._estimate(statistics, loss_scale)
-        if self._previous_gradient.is_from(self._step_number):
-            self._previous_gradient.step = PreviousStep(statistics.averaged, self._settings.scale, loss_scale)
+        if self._previous_gradient.is_from(self._steps):
+            self._previous_gradient.step = PreviousStep(statistics.averaged, self.options.scale, loss_scale)
         elif not self._begins_pair:
             self._previous_gradient.invalidate()
-        flag_sums = statistics.flags if statistics.flags.numel() else None
-        return StepMeasurement(estimate, flag_sums, statistics.finite)
+        return statistics, estimate
+
+    def end_step(self) -> None:
+        """Count a step that the optimizer has made, and prepare for the next."""
+        if not self.is_excluded_from_join():
+            self._steps += 1
+        self.begin_step()
+
+    def end_step_without_data(self) -> None:
+        """Take part in the all-reduce of peers that still have data, on a rank without; they leave it out."""
+        if self._is_measuring and self.options.world_size > 1:
+            zeros = torch.zeros(len(self.parameters.groups()), **self.parameters.statistics_options)
+            self._start_all_reduce(zeros, zeros, complete=False)
+        self._steps += 1
+        self.begin_step()
 
     def is_excluded_from_join(self) -> bool:
         """Whether the model takes uneven inputs without AdaScale, so that peers may be without data."""
@@ -242,26 +328,56 @@ class GradientStatistics:
         )
         return True
 
-    def join_all_reduce(self) -> None:
-        """Take part in the all-reduce of peers that still have data; they leave the step out."""
-        if self._is_measuring and self._settings.world_size > 1:
-            zeros = torch.zeros(len(self.parameters.groups()), **self.parameters.statistics_options)
-            self._start_all_reduce(LocalStatistics(zeros, zeros, complete=False))
+    def restart_sampling(self) -> None:
+        """Measure all of the next steps, as at the start, because the parameters have changed."""
+        self._sampling_start = self._steps
+        self.begin_step()
+
+    def restart_groups_of(self, parameters: Iterable[Tensor]) -> None:
+        """Estimate the gradients of the groups of parameters from the beginning, as they were (un)frozen.
+
+        This step is left out of the estimates, since it may have begun.
+        """
+        changed = set(map(id, parameters))
+        groups = [n for n, group in enumerate(self.parameters.groups()) if changed & set(map(id, group))]
+        if groups:
+            self._averages = self._averages.without(groups)
+            self.parameters.record_trainable()
+            self._sampling_start = self._steps
+            self.leave_out_step()
+
+    def stop(self) -> None:
+        """Remove all hooks from the parameters. The gain does not change from then on."""
+        self._is_stopped, self._is_measuring = True, False
+        self._discard_passes()
+        self.reader.remove_hooks()
 
     # -- state ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that must survive a restart, as tensors and numbers."""
+        """Return the state that must survive a restart, as tensors and numbers. Options are not in it."""
+        self.loss_scale.warn_if_unknown()  # may wait for the device
         return {
-            "loss_scale": self.loss_scale.inferred.item(),
-            "previous_gradient": self._previous_gradient.state_dict(),
+            "steps": self._steps,
+            "sampling_start": self._sampling_start,
+            "averages": self._averages.state_dict(),
+            "statistics": {
+                "loss_scale": self.loss_scale.inferred.item(),
+                "previous_gradient": self._previous_gradient.state_dict(),
+            },
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Discards what this step has measured so far."""
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore what `state_dict` returned; None for the state without any step."""
+        own = {"loss_scale": 1.0, "previous_gradient": None}
+        state = state or {"steps": 0, "sampling_start": 0, "averages": [], "statistics": own}
         self._discard_passes()
-        self.loss_scale.inferred = torch.tensor(state["loss_scale"], dtype=torch.float64)
-        self._previous_gradient.load_state_dict(state["previous_gradient"], self.parameters.measured())
+        self._steps, self._sampling_start = state["steps"], state["sampling_start"]
+        self._averages = MovingAverages.from_state_dict(state["averages"], HOST)
+        own = state["statistics"]
+        self.loss_scale.inferred = torch.tensor(own["loss_scale"], dtype=torch.float64)
+        self._previous_gradient.load_state_dict(own["previous_gradient"], self.parameters.measured())
+        self.begin_step()
 
     # -- measuring --------------------------------------------------------------------------------------
 
@@ -272,24 +388,19 @@ class GradientStatistics:
             self.reader.mark_incomplete()
 
     def _on_pass_end(self) -> None:
-        if self.reader.passes == self._settings.accumulation and not self.is_excluded_from_join():
+        if self.reader.passes == self.options.accumulation and not self.is_excluded_from_join():
             self._measure()
 
     def _measure(self) -> None:
         """Read the averaged gradients, and start the all-reduce."""
         averaged = self.reader.averaged_sqr_norms()
-        if self._settings.micro_gradients == 1:
-            local = LocalStatistics(self._compare_with_previous(), averaged, complete=True)
-        else:
-            local = LocalStatistics(
-                self.reader.sum_of_sqr_norms(),
-                averaged,
-                complete=self.reader.has_read_all,
-            )
+        is_single = self.options.micro_gradients == 1
+        summed = self._compare_with_previous() if is_single else self.reader.sum_of_sqr_norms()
         self._scale_of_scaler = self.loss_scale.from_scaler()
-        if self._observes_backward:
-            self._record_fingerprint()
-        self._start_all_reduce(local)
+        complete = is_single or self.reader.has_read_all
+        if self.options.observes_backward:
+            self.loss_scale.record_gradients()
+        self._start_all_reduce(summed, averaged, complete=complete)
 
     def _compare_with_previous(self) -> Tensor:
         """Return the inner products with the previous gradient, shape (groups,).
@@ -297,58 +408,36 @@ class GradientStatistics:
         Copies the current gradient if the next step is compared with it.
         """
         groups = self.parameters.measured()
-        self._previous_step = self._previous_gradient.preceding(self._step_number, groups)
+        self._previous_step = self._previous_gradient.preceding(self._steps, groups)
         if self._previous_step is None:
             products = torch.zeros(len(groups), **self.parameters.statistics_options)
         else:
             products = self._previous_gradient.inner_products(groups, self.parameters.device)
         if self._begins_pair:
-            self._previous_gradient.copy_from(groups, step_number=self._step_number)
+            self._previous_gradient.copy_from(groups, step_number=self._steps)
         return products
 
-    def _start_all_reduce(self, local: LocalStatistics) -> None:
+    def _start_all_reduce(self, summed: Tensor, averaged: Tensor, *, complete: bool) -> None:
         if self._all_reduce is not None:
             self._all_reduce.wait()
-        if self._shards is not None:
-            local = local.over(self._shards)
         self._all_reduce = StatisticsAllReduce(
-            local,
+            summed,
+            averaged,
             self.flags,
-            ranks=self._settings.world_size,
+            complete=complete,
+            ranks=self.options.world_size,
             same_on_all_ranks=not self.parameters.is_sharded,
             process_group=self.reader.process_group,
-            shards=self._shards,
+            shards=self.options.shards,
         )
-
-    def _warn_of_synchronisation_problem(self) -> None:
-        problem = self.reader.synchronisation_problem()
-        if problem is not None and self._settings.micro_gradients > 1:
-            self._warnings.warn("sharded", f"{problem}. Until then such steps are left out of the estimates")
-
-    # -- gradients that change between backward and step ------------------------------------------------
-
-    def _record_fingerprint(self) -> None:
-        if self.parameters.lr_is_on_device or self.parameters.device != HOST:
-            # Comparing would wait for the device, and reading all gradients costs only a few kernels.
-            self._fingerprint = None
-            return
-        if self._fingerprint is None:
-            self._fingerprint = GradientFingerprint(
-                p for group in self.parameters.groups() for p in group if p.requires_grad
-            )
-        self._fingerprint.record()
 
     @contextmanager
     def own_change_of_gradients(self) -> Iterator[None]:
         """A change of the gradients inside is not taken for one that the program has made."""
-        is_unchanged = self._all_reduce is not None and self._gradients_are_unchanged()
+        is_unchanged = self._all_reduce is not None and self.loss_scale.gradients_are_unchanged()
         yield
-        if is_unchanged and self._fingerprint is not None:
-            self._fingerprint.record()
-
-    def _gradients_are_unchanged(self) -> bool:
-        """Whether gradients are certainly as they were after backward: not unscaled, clipped or averaged."""
-        return self._fingerprint is not None and self._fingerprint.is_unchanged()
+        if is_unchanged:
+            self.loss_scale.record_gradients()
 
     def _with_loss_scale(self, statistics: ReducedStatistics) -> tuple[ReducedStatistics, Tensor]:
         """Return the statistics of the averaged gradients, and their loss scale.
@@ -374,7 +463,7 @@ class GradientStatistics:
     # -- estimates --------------------------------------------------------------------------------------
 
     def _estimate(self, statistics: ReducedStatistics, loss_scale: Tensor) -> StepEstimate | None:
-        is_single = self._settings.micro_gradients == 1
+        is_single = self.options.micro_gradients == 1
         if is_single:
             is_empty = self._weights is not None and self._weights.positive == 0
             if is_empty or not self._has_expected_passes():
@@ -401,11 +490,11 @@ class GradientStatistics:
 
     def _has_expected_passes(self) -> bool:
         passes = self.reader.passes
-        if passes in (0, self._settings.accumulation):
+        if passes in (0, self.options.accumulation):
             return True
         self._warnings.warn(
             "passes",
-            f"got {passes} backward passes in a step, where {self._settings.accumulation} are expected: such "
+            f"got {passes} backward passes in a step, where {self.options.accumulation} are expected: such "
             "steps are left out of the estimates, so the gain is not measured. Add up the losses of a batch, "
             "and call backward() once. Only a loop without ElasticTrainer accumulates gradients itself, and "
             "calls AdaScale.set_num_gradients_to_accumulate() and AdaScale.set_scale() with its numbers",
@@ -415,21 +504,21 @@ class GradientStatistics:
     def _from_micro_gradients(
         self, statistics: ReducedStatistics, loss_scale: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
-        passes = self._settings.accumulation
-        count_of_rank = count // self._settings.world_size
+        passes = self.options.accumulation
+        count_of_rank = count // self.options.world_size
         mean_of_sqr, sqr_of_mean = statistics.summed / count, statistics.averaged
-        if self._settings.is_scaled_loss:
+        if self.options.is_scaled_loss:
             mean_of_sqr = mean_of_sqr * count_of_rank**2
         elif self._weights is not None:
             # The mean of the squares is weighted too.
-            mean_of_sqr = statistics.summed / (self._settings.world_size * self.divisor)
+            mean_of_sqr = statistics.summed / (self.options.world_size * self.divisor)
             sqr_of_mean = sqr_of_mean / self.divisor**2
             count = self._weights.positive
         else:
             mean_of_sqr = mean_of_sqr / (passes / count_of_rank) ** 2
             sqr_of_mean = sqr_of_mean / passes**2
         unit = loss_scale.square()
-        return from_micro_gradients(count, mean_of_sqr / unit, sqr_of_mean / unit, self._settings.scale)
+        return from_micro_gradients(count, mean_of_sqr / unit, sqr_of_mean / unit, self.options.scale)
 
     def _from_difference(
         self, statistics: ReducedStatistics, loss_scale: Tensor, previous: PreviousStep
@@ -439,4 +528,37 @@ class GradientStatistics:
         sqr_norm = statistics.averaged / loss_scale**2
         previous_sqr_norm = previous.sqr_norms.to(loss_scale) / previous_loss_scale**2
         sqr_of_difference = (sqr_norm + previous_sqr_norm - 2.0 * product).clamp(min=0.0)
-        return from_consecutive_gradients(product, sqr_of_difference, previous.scale, self._settings.scale)
+        return from_consecutive_gradients(product, sqr_of_difference, previous.scale, self.options.scale)
+
+    # -- averages ---------------------------------------------------------------------------------------
+
+    def _limited(self, estimate: GradientEstimate | None) -> GradientEstimate | None:
+        limit = self.options.max_gain
+        return estimate if estimate is None or limit is None else estimate.limited(limit)
+
+    def _limited_gains(self, gains: Tensor) -> Tensor:
+        """As `GradientEstimate.limited`, without waiting for the device."""
+        limit = self.options.max_gain
+        return gains if limit is None else gains * limit / (gains + (limit - 1.0))
+
+    def _updated_averages(self, step: StepEstimate) -> MovingAverages:
+        # The estimate of a measured step stands for all the steps of an interval.
+        interval, smoothing = self.options.interval, self.options.smoothing
+        if interval:
+            # The training loop chooses few steps: their window is a quarter of the steps so far, if that is
+            # longer.
+            smoothing = max(smoothing, 1.0 - 4.0 / max(self._steps - self._sampling_start, 4))
+        averages = self._averages.to(step.grad_sqr.device).with_groups(len(self.parameters.groups()))
+        weight = smoothing ** (interval or self._interval())
+        return averages.updated(step, weight, debias=self.options.debias)
+
+    def _current_averages(self) -> MovingAverages:
+        """The averages with this step, as far as it is measured."""
+        if self._all_reduce is None or self._is_left_out:
+            return self._averages
+        statistics = self._all_reduce.result(self.parameters.lr_device)
+        loss_scale = self.loss_scale.inferred.to(statistics.averaged)
+        if self._scale_of_scaler is not None:
+            loss_scale = torch.full_like(statistics.averaged[0], self._scale_of_scaler)
+        estimate = self._estimate(statistics, loss_scale)
+        return self._averages if estimate is None else self._updated_averages(estimate)

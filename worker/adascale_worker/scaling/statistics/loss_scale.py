@@ -7,7 +7,6 @@ double or halve, so a change of the norm by a power of two is unscaling, and any
 """
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.amp import GradScaler
 
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.scaling.statistics.norms import local_shard
+from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParameters
 from adascale_worker.torch_private.autograd import l2_norms
 
 TOLERANCE = 1e-6
@@ -23,11 +23,22 @@ IMPLAUSIBLE_CLIPPING = 1e-3
 """If no loss scale was inferred before, a change below this factor is not taken for clipping alone."""
 
 
-class LossScale:
-    """The current loss scale."""
+PROBES = 4
+"""Gradients whose norms are compared."""
 
-    def __init__(self, scaler: GradScaler | None) -> None:
+
+class LossScale:
+    """The current loss scale, and whether the gradients have changed since backward.
+
+    The norms of a few gradients show a change, since a GradScaler, or clipping by the norm, multiplies all of
+    them by a number. The smallest ones are read.
+    """
+
+    def __init__(self, scaler: GradScaler | None, parameters: OptimizerParameters) -> None:
         self._scaler = scaler
+        self._parameters = parameters
+        self._probed: list[Tensor] = []
+        self._norms: list[float] = []
         self.inferred = torch.ones((), dtype=torch.float64)
         self._unexplained_change: Tensor | None = None
         self._warned = False
@@ -73,29 +84,26 @@ class LossScale:
             "scaler, grad_scaler=torch.amp.GradScaler(enabled=False)"
         )
 
+    def record_gradients(self) -> None:
+        """Record the gradients as they are now, unless comparing them would wait for the device."""
+        parameters = self._parameters
+        if parameters.lr_is_on_device or parameters.device != HOST:
+            # To read all gradients before the step costs only a few kernels.
+            self.forget_gradients()
+            return
+        if not self._probed:
+            trained = (p for group in parameters.groups() for p in group if p.requires_grad)
+            self._probed = sorted(trained, key=Tensor.numel)[:PROBES]
+        self._norms = self._read()
 
-PROBES = 4
-"""Gradients whose norms are compared."""
+    def forget_gradients(self) -> None:
+        """Read other gradients from now on, because other parameters are trained."""
+        self._probed, self._norms = [], []
 
+    def gradients_are_unchanged(self) -> bool:
+        """Whether gradients are certainly as recorded: not unscaled, clipped or averaged since."""
+        return any(norm > 0.0 for norm in self._norms) and self._norms == self._read()
 
-class GradientFingerprint:
-    """The norms of a few gradients, to detect that all gradients were multiplied by a number.
-
-    Only the smallest gradients are read: a GradScaler, or clipping by the norm, multiplies all of them.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = sorted(parameters, key=Tensor.numel)[:PROBES]
-        self._recorded: list[float] = []
-
-    def record(self) -> None:
-        """Record the gradients as they are now."""
-        self._recorded = self._norms()
-
-    def is_unchanged(self) -> bool:
-        """Whether the gradients are as recorded. False if all recorded norms are zero."""
-        return any(norm > 0.0 for norm in self._recorded) and self._recorded == self._norms()
-
-    def _norms(self) -> list[float]:
-        gradients = [local_shard(p.grad) for p in self._parameters if p.grad is not None]
+    def _read(self) -> list[float]:
+        gradients = [local_shard(p.grad) for p in self._probed if p.grad is not None]
         return [float(norm) for norm in l2_norms(gradients)]

@@ -22,8 +22,6 @@ from adascale_worker.scaling.rules import ScalingRule, SecondMoment
 from adascale_worker.scaling.statistics.norms import (
     HALF_PRECISION,
     MAX_ELEMENTS_TOGETHER,
-    EuclideanMetric,
-    accumulation_dtype,
     are_read_together,
     batches,
     divided_like,
@@ -31,8 +29,8 @@ from adascale_worker.scaling.statistics.norms import (
     is_first_copy,
     norm,
     sqr_norm,
+    stacked,
 )
-from adascale_worker.torch_private.autograd import weighted_sqr_norms
 
 FLOOR = 1e-3
 """What is added to each second moment, relative to the mean of the group. A coordinate whose gradient was
@@ -47,21 +45,19 @@ CHUNK = 1 << 18
 """Elements that are divided at once on the CPU: as many as fit into its cache."""
 
 
-class SecondMomentMetric(EuclideanMetric):
-    """The norm of gradients divided by the root of their second moment.
+class Metric:
+    """The norm of gradients divided by the root of their second moment, for an optimizer that has those.
 
-    Before a group has second moments, its norm is the plain norm.
+    The plain norm for others, and for a group that has no second moments yet.
     """
 
     def __init__(
         self,
-        rule: ScalingRule,
-        optimizer: torch.optim.Optimizer,
+        rule: ScalingRule | None = None,  # None for the plain norm
         add_shards: Callable[[Tensor], object] | None = None,  # a collective call
     ) -> None:
-        self._rule = rule
+        self._rule = rule if rule is not None and rule.has_second_moments else None
         self._add_shards = add_shards
-        self._optimizer = optimizer
         self._divisors: dict[int, _GroupDivisor] | None = None
         self._sizes_on_gpu: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._group_of: dict[int, int] = {}
@@ -70,9 +66,9 @@ class SecondMomentMetric(EuclideanMetric):
         """Use the current second moments from now on."""
         self._divisors = None
 
-    def defined_groups(self) -> list[int]:
-        """Return the numbers of the groups that have second moments."""
-        return list(self._current_divisors())
+    def defined_groups(self) -> list[int] | None:
+        """Return the numbers of the groups that have second moments; None if the metric needs none."""
+        return None if self._rule is None else list(self._current_divisors(self._rule))
 
     def norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return the norm of the gradient of one parameter: shape ()."""
@@ -80,7 +76,7 @@ class SecondMomentMetric(EuclideanMetric):
         if divisor is None:
             return norm(gradient)
         sqr_norms = divisor.sqr_norms([parameter], [gradient])
-        total = sqr_norms[0] if len(sqr_norms) == 1 else _total(sqr_norms, gradient.device)
+        total = sqr_norms[0] if len(sqr_norms) == 1 else stacked(sqr_norms, gradient.device).sum()
         return total.sqrt()
 
     def sqr_norm(
@@ -90,27 +86,29 @@ class SecondMomentMetric(EuclideanMetric):
         divisor = self._divisor_of(parameters)
         if divisor is None:
             return sqr_norm(gradients, device)
-        return _total(divisor.sqr_norms(parameters, gradients), device)
+        return stacked(divisor.sqr_norms(parameters, gradients), device).sum()
 
     def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients, divided."""
+        """Return vectors whose Euclidean norms are the norms of the gradients; perhaps these themselves."""
         divisor = self._divisor_of(parameters)
         return list(gradients) if divisor is None else divisor.divided(parameters, gradients)
 
     def _divisor_of(self, parameters: Sequence[Tensor]) -> "_GroupDivisor | None":
         """Return the divisor of parameters of one group. With shards, a collective call also for none."""
-        divisors = self._current_divisors()
+        if self._rule is None:
+            return None
+        divisors = self._current_divisors(self._rule)
         return divisors.get(self._group_of[id(parameters[0])]) if parameters else None
 
-    def _current_divisors(self) -> dict[int, "_GroupDivisor"]:
+    def _current_divisors(self, rule: ScalingRule) -> dict[int, "_GroupDivisor"]:
         if self._divisors is not None:
             return self._divisors
         self._divisors, self._group_of = {}, {}
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(rule.optimizer.param_groups):
             self._group_of.update((id(parameter), number) for parameter in group["params"])
-            moments = self._rule.second_moments(number)
+            moments = rule.second_moments(number)
             if moments:
-                eps = max(self._rule.eps(number), MIN_EPS)
+                eps = max(rule.eps(number), MIN_EPS)
                 counted = [p for p in group["params"] if self._add_shards is None or is_first_copy(p)]
                 self._divisors[number] = _GroupDivisor(
                     moments, set(map(id, counted)), eps, self._sizes_on_gpu, self._add_shards
@@ -153,7 +151,7 @@ class _GroupDivisor:
             if keeps:
                 wholes.append(whole)
         count = sum(_real(moment.value).numel() for n, moment in moments.items() if n in counted)
-        mean = _mean(_total(sums, values[0].device), count, add_shards)
+        mean = _mean(stacked(sums, values[0].device).sum(), count, add_shards)
         self._mean: Tensor | float = mean if self._are_on_gpu else mean.item()
         self._added = self._mean * FLOOR + eps**2
         self._kept: dict[tuple[int, ...], Tensor] = {}
@@ -168,9 +166,17 @@ class _GroupDivisor:
         for batch, flat, weights in self._batches(parameters, gradients, together):
             # Several gradients were copied.
             found.append(torch.dot(flat.square_() if len(batch) > 1 else flat.square(), weights))
-        for pieces, divisors, factors in self._pieces([(parameters[n], gradients[n]) for n in apart]):
-            sums = weighted_sqr_norms(pieces, divisors)
-            found += [each / factor for each, factor in zip(sums, factors, strict=True)]
+        for n in apart:
+            moment, whole = self._moments.get(id(parameters[n])), _real(gradients[n].reshape(-1))
+            for start in range(0, whole.numel(), CHUNK):
+                part = slice(start, start + CHUNK)
+                piece = _widened(whole[part])
+                divisor, factor = self._divisor(moment, part, piece, self._scratch(piece))
+                if piece.dtype is divisor.dtype:
+                    quotient = torch.div(piece, divisor, out=divisor)
+                else:
+                    quotient = (piece / divisor).to(piece.dtype)
+                found.append(torch.dot(quotient, piece) / factor)
         return found
 
     def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -261,31 +267,6 @@ class _GroupDivisor:
             gradient.shape
         )
 
-    def _pieces(
-        self, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[float]]]:
-        """Return gradients in one dimension with `_divisor` of each, in lists of at most so many elements."""
-        pieces: list[Tensor] = []
-        divisors: list[Tensor] = []
-        factors: list[float] = []
-        size = 0
-        for parameter, gradient in pairs:
-            moment = self._moments.get(id(parameter))
-            flat = _real(gradient.reshape(-1))
-            for start in range(0, flat.numel(), CHUNK):
-                part = slice(start, start + CHUNK)
-                piece = _widened(flat[part])
-                if size + piece.numel() > CHUNK and pieces:
-                    yield pieces, divisors, factors
-                    pieces, divisors, factors, size = [], [], [], 0
-                divisor, factor = self._divisor(moment, part, piece, self._scratch(piece, size))
-                pieces.append(piece)
-                divisors.append(divisor)
-                factors.append(factor)
-                size += piece.numel()
-        if pieces:
-            yield pieces, divisors, factors
-
     def _divisor(
         self, moment: SecondMoment | None, part: slice, gradient: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, float]:
@@ -301,11 +282,11 @@ class _GroupDivisor:
             return torch.add(value, added, out=out), factor
         return value + added, factor
 
-    def _scratch(self, piece: Tensor, start: int) -> Tensor:
+    def _scratch(self, piece: Tensor) -> Tensor:
         """Return memory for the divisor of a piece: new memory costs as much as to divide."""
         if self._memory is None or self._memory.dtype is not piece.dtype:
             self._memory = torch.empty(CHUNK, dtype=piece.dtype)
-        return self._memory[start : start + piece.numel()]
+        return self._memory[: piece.numel()]
 
 
 def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
@@ -332,14 +313,6 @@ def _kind(tensor: Tensor) -> object:
 
 def _is_small(value: Tensor) -> bool:
     return value.dtype is torch.float32 and value.is_cpu and value.numel() <= MAX_ELEMENTS_TO_KEEP
-
-
-def _total(terms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of scalars on any devices: shape (), on `device`."""
-    dtype = accumulation_dtype(device)
-    if not terms:
-        return torch.zeros((), dtype=dtype, device=device)
-    return torch.stack([term.to(device, dtype) for term in terms]).sum()
 
 
 def _mean(total: Tensor, count: int, add_shards: Callable[[Tensor], object] | None) -> Tensor:

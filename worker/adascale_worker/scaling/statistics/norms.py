@@ -1,4 +1,4 @@
-"""Norms and inner products of gradients, without a temporary tensor of their size, and the metric of SGD."""
+"""Norms and inner products of gradients, without a temporary tensor of their size, and copies of tensors."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -85,43 +85,15 @@ def sqr_norms(groups: Gradients, device: torch.device) -> Tensor:
     return torch.stack([sqr_norm(gradients, device) for gradients in groups])
 
 
-class EuclideanMetric:
-    """The plain norm."""
-
-    def begin_step(self) -> None:
-        """Use the current second moments from now on."""
-
-    def defined_groups(self) -> list[int] | None:
-        """Return the numbers of the groups that have second moments; None if the metric needs none."""
-        return None
-
-    def norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return the norm of the gradient of one parameter: shape ()."""
-        del parameter
-        return norm(gradient)
-
-    def sqr_norm(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
-    ) -> Tensor:
-        """Return the squared norm of the gradients of parameters of one group: shape (), on `device`."""
-        del parameters
-        return sqr_norm(gradients, device)
-
-    def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return vectors whose Euclidean norms are the norms of the gradients; perhaps these themselves."""
-        del parameters
-        return list(gradients)
-
-
 def inner_products(left: Gradients, right: Gradients, device: torch.device) -> Tensor:
     """Return the inner product of the gradients in `left` and `right`, per group: shape (groups,)."""
     products = [_products(a, b) for a, b in zip(left, right, strict=True)]
-    return torch.stack([_stack(terms, device).sum() for terms in products])
+    return torch.stack([stacked(terms, device).sum() for terms in products])
 
 
 def sum_of_squares(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of scalars on any devices: shape (), on `device`."""
-    terms = _stack(values, device)
+    terms = stacked(values, device)
     return torch.dot(terms, terms)
 
 
@@ -130,12 +102,16 @@ def are_read_together(tensors: Sequence[Tensor]) -> bool:
     return bool(tensors) and tensors[0].device.type not in SEPARATELY_READ
 
 
-def batches(sizes: Sequence[int], kinds: Sequence[object]) -> Iterator[list[int]]:
-    """Return the positions of consecutive tensors of one kind, together `MAX_ELEMENTS_TOGETHER` at most."""
+def batches(sizes: Sequence[int], kinds: Sequence[object], largest: int | None = None) -> Iterator[list[int]]:
+    """Return the positions of consecutive tensors of one kind, together of the size `largest` at most.
+
+    By default `MAX_ELEMENTS_TOGETHER`.
+    """
+    largest = MAX_ELEMENTS_TOGETHER if largest is None else largest
     batch: list[int] = []
     size = 0
     for position, (elements, kind) in enumerate(zip(sizes, kinds, strict=True)):
-        if batch and (size + elements > MAX_ELEMENTS_TOGETHER or kind != kinds[batch[0]]):
+        if batch and (size + elements > largest or kind != kinds[batch[0]]):
             yield batch
             batch, size = [], 0
         batch.append(position)
@@ -161,6 +137,17 @@ def divided_like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+def copied(tensor: Tensor, memory: Tensor | None) -> Tensor:
+    """Return a copy of a tensor: in `memory`, if that has its shape, layout, type and device."""
+    if (
+        memory is None
+        or (memory.shape, memory.dtype, memory.device) != (tensor.shape, tensor.dtype, tensor.device)
+        or memory.stride() != tensor.stride()
+    ):
+        memory = torch.empty_like(tensor)
+    return memory.copy_(tensor)
+
+
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype to add statistics up in: float64, or float32 on devices without it (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -175,7 +162,8 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     return norms
 
 
-def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
+def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return scalars on any devices, to be added up on `device`: shape (values,), or a zero for none."""
     dtype = accumulation_dtype(device)
     if not values:
         return torch.zeros(1, dtype=dtype, device=device)

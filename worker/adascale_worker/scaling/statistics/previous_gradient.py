@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adascale_worker.scaling.statistics.metric import Metric
 from adascale_worker.scaling.statistics.norms import (
-    EuclideanMetric,
     are_read_together,
     batches,
+    copied,
     divided_like,
     inner_products,
     local_shard,
@@ -34,7 +35,7 @@ class PreviousStep:
 class PreviousGradient:
     """A copy of the gradients of one step, divided as the metric requires."""
 
-    def __init__(self, metric: EuclideanMetric) -> None:
+    def __init__(self, metric: Metric) -> None:
         self._metric = metric
         self._gradients: list[list[Tensor | None]] | None = None
         self._step_number = -1
@@ -148,34 +149,16 @@ def _copies(
     gradients: Sequence[Tensor], sources: Sequence[Tensor], memory: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """Return copies of gradients that were made from `sources`, into `memory` where they fit."""
-    if are_read_together(gradients):
-        # Memory of a GPU costs nothing to map, so it is not used again.
-        return _copied_together(gradients, sources)
-    copies = []
-    for gradient, source, held in zip(gradients, sources, memory, strict=True):
-        if held is None or not _can_hold(held, gradient, source):
-            held = torch.empty_like(gradient)
-        copies.append(held.copy_(gradient))
-    return copies
-
-
-def _copied_together(gradients: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
     if all(gradient is not source for gradient, source in zip(gradients, sources, strict=True)):
         return list(gradients)  # They are copies already.
     copies: list[Tensor] = []
-    kinds = [(gradient.dtype, gradient.device) for gradient in gradients]
-    for batch in batches([gradient.numel() for gradient in gradients], kinds):
-        originals = [gradients[n] for n in batch]
-        copies += divided_like(flatten_together(originals), originals)
+    if are_read_together(gradients):
+        # Memory of a GPU costs nothing to map, so it is not used again.
+        kinds = [(gradient.dtype, gradient.device) for gradient in gradients]
+        for batch in batches([gradient.numel() for gradient in gradients], kinds):
+            originals = [gradients[n] for n in batch]
+            copies += divided_like(flatten_together(originals), originals)
+        return copies
+    for gradient, source, held in zip(gradients, sources, memory, strict=True):
+        copies.append(copied(gradient, None if held is None or held.is_set_to(source) else held))
     return copies
-
-
-def _can_hold(memory: Tensor, gradient: Tensor, source: Tensor) -> bool:
-    """Whether `gradient`, which was made from `source`, can be copied into `memory` without a loss."""
-    same_layout = memory.shape == gradient.shape and memory.stride() == gradient.stride()
-    return (
-        same_layout
-        and memory.dtype == gradient.dtype
-        and memory.device == gradient.device
-        and not memory.is_set_to(source)
-    )

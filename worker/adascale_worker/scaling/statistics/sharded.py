@@ -18,11 +18,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from adascale_worker.scaling.statistics.backward import HookedGradients, ReadingTime
-from adascale_worker.scaling.statistics.norms import EuclideanMetric, local_shard, norm, sum_of_squares
+from adascale_worker.scaling.statistics.metric import Metric
+from adascale_worker.scaling.statistics.norms import local_shard, norm, sum_of_squares
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters
-from adascale_worker.scaling.statistics.steps import StepSettings
+from adascale_worker.scaling.statistics.reader import HookedGradients, ReadingTime
+from adascale_worker.scaling.statistics.steps import GainOptions
 from adascale_worker.torch_private.autograd import backward_pass_id
 from adascale_worker.torch_private.distributed import (
     ShardedParameterGroup,
@@ -37,46 +39,52 @@ class ShardedGradients(HookedGradients):
     def __init__(
         self,
         parameters: OptimizerParameters,
-        settings: StepSettings,
-        metric: EuclideanMetric,
+        options: GainOptions,
+        metric: Metric,
         model: nn.Module | None,
         on_pass_start: Callable[[], None],
         on_pass_end: Callable[[], None],
     ) -> None:
-        super().__init__(parameters, settings, metric, model, on_pass_start, on_pass_end)
+        super().__init__(parameters, options, metric, model, on_pass_start, on_pass_end)
         assert model is not None
         groups = parameters.groups()
-        self._reduced_norms: list[list[Tensor]] = [[] for _ in groups]
-        self._histories: list[_ReductionHistory] = []
-        self._is_incomplete = False
-        self._began_with_unreduced = False
-        self._measuring = False
         # ids of the parameters that `fully_shard` alone has sharded, over all ranks
         self._readable: set[int] = set()
         group_of = {id(p): number for number, group in enumerate(groups) for p in group}
-        for fsdp_group in sharded_parameter_groups(model):
-            history = _ReductionHistory(fsdp_group)
+        self._fsdp_groups = sharded_parameter_groups(model)
+        for fsdp_group in self._fsdp_groups:
             optimizer_groups = [group_of.get(id(parameter)) for parameter in fsdp_group.parameters]
-            fsdp_group.on_reduce_scatter(partial(self._on_reduce_scatter, history, optimizer_groups))
-            self._histories.append(history)
-            if fsdp_group.mesh.size() == settings.world_size:
+            fsdp_group.observe(partial(self._on_reduce_scatter, fsdp_group, optimizer_groups))
+            if fsdp_group.mesh.size() == options.world_size:
                 self._readable |= set(map(id, fsdp_group.sharded_by_fsdp_alone))
 
     def unreadable_parameters(self) -> list[Tensor]:
         """Return the parameters that `fully_shard` did not shard alone over all ranks."""
         return [p for group in self._parameters.groups() for p in group if id(p) not in self._readable]
 
-    def _time_to_read(self) -> ReadingTime:
-        return ReadingTime.IN_FSDP
+    # FSDP2 writes .grad, and calls the hooks on accumulated gradients itself: they show the ends of passes.
+
+    def _reading_time(self) -> ReadingTime:
+        return "never"
+
+    def _comes_last(self, index: int) -> bool:  # noqa: ARG002
+        return True
+
+    def _add_hook(self, index: int, parameter: Tensor) -> RemovableHandle:  # noqa: ARG002
+        def on_accumulated(_: Tensor) -> None:
+            if backward_pass_id() not in self._pass_ids:
+                self._begin_pass()
+
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(on_accumulated)
+        return handle
 
     def begin_step(self, *, measuring: bool) -> None:
         """Discard the passes so far, and read the next ones if `measuring`."""
         super().begin_step(measuring=measuring)
         self._measuring = measuring
-        for norms in self._reduced_norms:
-            norms.clear()
-        for history in self._histories:
-            history.reduced.clear()
+        self._reduced_norms: list[list[Tensor]] = [[] for _ in self._parameters.groups()]
+        for fsdp_group in self._fsdp_groups:
+            fsdp_group.reduced.clear()
         self._is_incomplete = False
         self._began_with_unreduced = self._awaits_all_reduce
 
@@ -87,17 +95,17 @@ class ShardedGradients(HookedGradients):
     @property
     def passes(self) -> int:
         """Backward passes whose gradients were reduced in this step."""
-        return max((len(set().union(*history.reduced)) for history in self._histories), default=0)
+        return max((len(set().union(*group.reduced)) for group in self._fsdp_groups), default=0)
 
     @property
     def micro_gradients(self) -> int:
         """Micro-gradients that were read in this step on all ranks, each of as many passes; 0 if unknown."""
         if self._is_incomplete or self.synchronisation_problem() is not None:
             return 0
-        shapes = {history.passes_per_reduction() for history in self._trained}
+        shapes = {tuple(map(len, group.reduced)) for group in self._trained}
         # If a pass did not use all modules, the reductions do not add up to whole micro-gradients.
         shape = shapes.pop() if len(shapes) == 1 else ()
-        return self._settings.world_size * len(shape) if sum(shape) == self.passes else 0
+        return self._options.world_size * len(shape) if sum(shape) == self.passes else 0
 
     @property
     def has_read_all(self) -> bool:
@@ -106,7 +114,7 @@ class ShardedGradients(HookedGradients):
 
     def synchronisation_problem(self) -> str | None:
         """Return why micro-gradients cannot be read from this loop, and what to change; None if they can."""
-        if any(history.fsdp_group.mesh.size(-1) == 1 for history in self._histories):
+        if any(group.mesh.size(-1) == 1 for group in self._fsdp_groups):
             return (
                 "got fully_shard over 1 rank, which has no reduce-scatter to read gradients from; shard over "
                 "more ranks, or use DistributedDataParallel instead of fully_shard"
@@ -116,9 +124,7 @@ class ShardedGradients(HookedGradients):
                 "got set_requires_all_reduce(False) on the last backward pass of a step: its gradients are "
                 "not reduced; set it to True for the last pass"
             )
-        if any(
-            len(set(history.passes_per_reduction())) > 1 or history.unreduced for history in self._trained
-        ):
+        if any(len(set(map(len, group.reduced))) > 1 or group.unreduced for group in self._trained):
             return (
                 "got reduce-scatters of unequal numbers of backward passes in a step; synchronise gradients "
                 "on every pass, or set_requires_gradient_sync(True) on the last pass only"
@@ -131,29 +137,27 @@ class ShardedGradients(HookedGradients):
 
     def averaged_sqr_norms(self) -> Tensor:
         """Return those of the shards of this rank, times the number of ranks: shape (groups,)."""
-        return super().averaged_sqr_norms() * self._settings.world_size
+        return super().averaged_sqr_norms() * self._options.world_size
 
     @property
-    def _trained(self) -> list["_ReductionHistory"]:
-        return [history for history in self._histories if history.fsdp_group.has_trainable_parameter]
+    def _trained(self) -> list[ShardedParameterGroup]:
+        return [group for group in self._fsdp_groups if group.has_trainable_parameter]
 
     @property
     def _awaits_all_reduce(self) -> bool:
-        return any(history.fsdp_group.awaits_all_reduce for history in self._histories)
+        return any(group.awaits_all_reduce for group in self._fsdp_groups)
 
     def _on_reduce_scatter(
         self,
-        history: "_ReductionHistory",
+        fsdp_group: ShardedParameterGroup,
         optimizer_groups: Sequence[int | None],
         gradients: Tensor,
         ranks: dist.ProcessGroup,
     ) -> None:
         """Read the gradients of an FSDP2 group: for each rank, a piece of each parameter with a gradient."""
-        history.record_reduction()
         if not self._measuring:
             return
-        fsdp_group = history.fsdp_group
-        ranks_of_step = self._settings.world_size
+        ranks_of_step = self._options.world_size
         factor = micro_gradient_factor(ranks_of_step, gradients.dtype, fsdp_group.gradient_divisor)
         defined = self._metric.defined_groups()
         if defined is None and len(set(optimizer_groups)) == 1:
@@ -181,29 +185,3 @@ class ShardedGradients(HookedGradients):
             elif group in defined:
                 shard = piece[0, : local_shard(parameter).numel()]
                 self._reduced_norms[group].append(self._metric.norm(parameter, shard) * factor)
-
-
-class _ReductionHistory:
-    """The backward passes whose gradients went into each reduce-scatter of an FSDP2 parameter group."""
-
-    def __init__(self, fsdp_group: ShardedParameterGroup) -> None:
-        self.fsdp_group = fsdp_group
-        self.unreduced: set[int] = set()  # passes whose gradients are on the rank, also after `zero_grad()`
-        self.reduced: list[set[int]] = []
-        fsdp_group.on_post_backward(self._before_post_backward, self._after_post_backward)
-
-    def record_reduction(self) -> None:
-        """Record that the gradients of this pass, and those on the rank, are reduced now."""
-        self.reduced.append(self.unreduced | {backward_pass_id()})
-
-    def passes_per_reduction(self) -> tuple[int, ...]:
-        """Return how many passes each reduce-scatter of this step took the sum of."""
-        return tuple(map(len, self.reduced))
-
-    def _before_post_backward(self, synchronises: bool) -> None:
-        if not synchronises:
-            self.unreduced.add(backward_pass_id())
-
-    def _after_post_backward(self, synchronises: bool) -> None:
-        if synchronises:  # the gradients were reduced, or there were none
-            self.unreduced.clear()

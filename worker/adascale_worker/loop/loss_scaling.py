@@ -9,38 +9,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp import GradScaler
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.program.patching import ReplacedMethod
+from adascale_worker.program.patching import MethodOverride
 from adascale_worker.torch_private.modules import skipping_outside_kernel
+
+if TYPE_CHECKING:
+    from adascale_worker.loop.steps import Steps
 
 CHECKED_CALLS = 100
 """Calls of `optimizer.step()` for which a GradScaler is searched that was not registered."""
 _CALLERS = 6
 """Functions above `optimizer.step()` that are searched; a scheduler wraps it once or twice."""
-
-
-class ScaledSteps(Protocol):
-    """The part of the training loop that is used."""
-
-    @property
-    def awaits_micro_batches(self) -> bool:
-        """Whether the present micro-batch does not complete a step."""
-
-    @property
-    def step_calls(self) -> int:
-        """Calls of `optimizer.step()` so far."""
-
-    @property
-    def made_step(self) -> bool:
-        """Whether the last `optimizer.step()` has changed the weights."""
-
-    def skip_step_of(self, optimizer: torch.optim.Optimizer, /) -> None:
-        """Count the step of an optimizer whose gradients are not finite, without making it."""
 
 
 def scaler_of(registered: Iterable[object]) -> GradScaler | None:
@@ -54,25 +38,23 @@ def scaler_of(registered: Iterable[object]) -> GradScaler | None:
     return scalers[0] if scalers else None
 
 
-def patch_scaler(
-    scaler: GradScaler, optimizers: Collection[torch.optim.Optimizer], loop: ScaledSteps
-) -> None:
+def patch_scaler(scaler: GradScaler, optimizers: Collection[torch.optim.Optimizer], steps: Steps) -> None:
     """Make `unscale_`, `step` and `update` of `scaler` act once per step of `optimizers`."""
     if not scaler.is_enabled():
         return
-    parts = _Scaler(scaler, optimizers, loop)
-    scaler.unscale_ = ReplacedMethod(scaler.unscale_, parts.unscale)  # type: ignore[method-assign]
-    scaler.step = ReplacedMethod(scaler.step, parts.step)  # type: ignore[method-assign]
-    scaler.update = ReplacedMethod(scaler.update, parts.update)  # type: ignore[method-assign]
+    parts = _Scaler(scaler, optimizers, steps)
+    scaler.unscale_ = MethodOverride(scaler.unscale_, parts.unscale)  # type: ignore[method-assign]
+    scaler.step = MethodOverride(scaler.step, parts.step)  # type: ignore[method-assign]
+    scaler.update = MethodOverride(scaler.update, parts.update)  # type: ignore[method-assign]
 
 
 class _Scaler:
     def __init__(
-        self, scaler: GradScaler, optimizers: Collection[torch.optim.Optimizer], loop: ScaledSteps
+        self, scaler: GradScaler, optimizers: Collection[torch.optim.Optimizer], steps: Steps
     ) -> None:
         self._scaler = scaler
         self._optimizers = optimizers
-        self._loop = loop
+        self._steps = steps
         self._unscale: Callable[..., None] = scaler.unscale_
         self._step: Callable[..., Any] = scaler.step
         self._update: Callable[..., None] = scaler.update
@@ -87,7 +69,7 @@ class _Scaler:
         """Divide the gradients of a complete step by the loss scale."""
         if not self._is_known(optimizer):
             self._unscale(optimizer)
-        elif not self._loop.awaits_micro_batches:
+        elif not self._steps.awaits_micro_batches:
             self._unscale(optimizer)
             self._has_unscaled = True
 
@@ -95,17 +77,17 @@ class _Scaler:
         """Make a step if it is complete and its gradients are finite."""
         if not self._is_known(optimizer):
             return self._step(optimizer, *args, **kwargs)
-        loop = self._loop
-        self._is_incomplete = loop.awaits_micro_batches
+        steps = self._steps
+        self._is_incomplete = steps.awaits_micro_batches
         if self._is_incomplete:
             return optimizer.step(*args, **kwargs)
-        calls, self._has_stepped = loop.step_calls, True
+        calls, self._has_stepped = steps.step_calls, True
         # A fused optimizer skips a step in its kernel, so that nobody knows whether it was made.
         with skipping_outside_kernel(optimizer):
             result = self._step(optimizer, *args, **kwargs)
-        if loop.step_calls == calls:
-            loop.skip_step_of(optimizer)
-        elif not loop.made_step:
+        if steps.step_calls == calls:
+            steps.skip_step_of(optimizer)
+        elif not steps.made_step:
             self._is_discarded = True
         return result
 
@@ -118,7 +100,7 @@ class _Scaler:
         if not (self._has_stepped or self._has_unscaled):
             return
         # With several optimizers, the step can be discarded after one of them has made its part.
-        is_incomplete = self._is_incomplete if self._has_stepped else self._loop.awaits_micro_batches
+        is_incomplete = self._is_incomplete if self._has_stepped else self._steps.awaits_micro_batches
         is_discarded = self._is_discarded or is_incomplete
         self._has_stepped = self._has_unscaled = self._is_discarded = False
         state = self._scaler.state_dict() if is_discarded else None
@@ -130,28 +112,18 @@ class _Scaler:
         return any(optimizer is known for known in self._optimizers)
 
 
-class UnregisteredScaler:
-    """Finds a GradScaler that was not registered, in the first calls of `optimizer.step()`."""
-
-    def __init__(self, registered: GradScaler | None) -> None:
-        self._registered = registered
-        self._calls = 0
-
-    def check(self) -> None:
-        """Check who calls `optimizer.step()`."""
-        if self._calls >= CHECKED_CALLS:
-            return
-        self._calls += 1
-        frame = inspect.currentframe()
-        for _ in range(_CALLERS):
-            frame = None if frame is None else frame.f_back
-            scaler = _scaler_in(frame)
-            if scaler is not None and scaler is not self._registered and scaler.is_enabled():
-                raise WorkerError(
-                    "optimizer.step() was called by a GradScaler that the trainer does not know, so its loss "
-                    "scale would not be saved, and could differ between replicas: call "
-                    'program_reentry(..., register={"scaler": scaler})'
-                )
+def require_registered_scaler(registered: Iterable[object]) -> None:
+    """Check that no GradScaler calls `optimizer.step()` that is not registered."""
+    frame = inspect.currentframe()
+    for _ in range(_CALLERS):
+        frame = None if frame is None else frame.f_back
+        scaler = _scaler_in(frame)
+        if scaler is not None and scaler.is_enabled() and all(scaler is not each for each in registered):
+            raise WorkerError(
+                "optimizer.step() was called by a GradScaler that the trainer does not know, so its loss "
+                "scale would not be saved, and could differ between replicas: call "
+                'program_reentry(..., register={"scaler": scaler})'
+            )
 
 
 def _scaler_in(frame: FrameType | None) -> GradScaler | None:
