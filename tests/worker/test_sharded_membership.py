@@ -94,7 +94,7 @@ def test_all_processes_of_a_replica_fail_when_the_leader_does(monkeypatch: pytes
     def fail(_group: ReplicaGroup, _tensor: torch.Tensor) -> None:
         raise RuntimeError("[gloo] Timed out waiting 300000ms for recv")
 
-    monkeypatch.setattr(ReplicaGroup, "_all_reduce", fail)
+    monkeypatch.setattr(ReplicaGroup, "_start_all_reduce", fail)
     with pytest.raises(RuntimeError, match=r"^\[gloo\] Timed out"):
         leader.sum([1.0])
     with pytest.raises(
