@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self, get_origin, get_type_hints
 
-FORMAT: Final = 4
+FORMAT: Final = 6
 """The format of the manifest and of the state. Another order of samples is another format, because the state
 has the position in it."""
 
-SHARDED_FORMAT: Final = 5
+SHARDED_FORMAT: Final = 7
 """The format if the state has a file for each process of a replica. Versions of `FORMAT` cannot read it."""
 
 S3_CHECKSUMS: Final = {

@@ -30,15 +30,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from adascale import ElasticTrainer
-from adascale_worker.batches import stream_feed
-from adascale_worker.batches.order import SampleSequence
+from adascale_worker.batches import stream_reader
+from adascale_worker.batches.order import shuffled
 
 SAMPLES = 96
 BUGGY_STEP = 40
 
 
 kind = os.environ.get("CHAOS_DATA", "items")
-stream_feed.SAVE_INTERVAL = 10
+stream_reader.SAVE_INTERVAL = 10
 
 
 def streams() -> Any:
@@ -64,7 +64,7 @@ class Ledger:
         self.steps = 0
         self.generations: list[list[int]] = []
         self.problems: list[str] = []
-        self._sequence = SampleSequence(SAMPLES, seed=0)
+        self._sequence = shuffled(SAMPLES, 0)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -96,7 +96,7 @@ def test_a_document_other_than_an_object_is_rejected(document: object) -> None:
 
 def test_another_format_is_rejected_with_both_numbers() -> None:
     with pytest.raises(
-        UnsupportedFormatError, match="format 2 is not supported: this version reads the formats 4 and 5"
+        UnsupportedFormatError, match="format 2 is not supported: this version reads the formats 6 and 7"
     ):
         Manifest.from_json(MANIFEST.to_json() | {"format": 2})
 

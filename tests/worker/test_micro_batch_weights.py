@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from adascale import ElasticTrainer
-from adascale_worker.batches.order import SampleSequence
+from adascale_worker.batches.order import shuffled
 from adascale_worker.errors import WorkerError
 from support.training import MakeTrainer, adamw, network, parameters_of, sgd
 from worker import reference
@@ -59,7 +59,7 @@ def enter(trainer: ElasticTrainer, **objects: Any) -> tuple[nn.Sequential, torch
 def whole_batches(size: int, data: TensorDataset) -> Iterator[Batch]:
     """Yield the batches of the steps of an epoch."""
     _, features, classes = data.tensors
-    sequence = SampleSequence(len(data), seed=0)
+    sequence = shuffled(len(data), 0)
     for start in range(0, len(data), size):
         order = torch.tensor(sequence[start : start + size])
         yield features[order], classes[order]

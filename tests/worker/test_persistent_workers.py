@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.micro_batches import MicroBatches
-from adascale_worker.batches.order import SampleSequence
+from adascale_worker.batches.order import shuffled
 from adascale_worker.errors import DatasetError
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -63,7 +63,7 @@ class Feed:
         """Return the samples of micro-batches from a place, after a check of their indices."""
         self.group.rank = rank
         loaded = self.feed.open(self.data, **self.options)(consumed, plan)
-        stream = SampleSequence(len(self.data), 3)
+        stream = shuffled(len(self.data), 3)
         samples = torch.stack(list(islice(loaded, batches)))
         expected = list(islice(iter(MicroBatches(stream, consumed, plan, rank)), batches))
         assert samples[..., INDEX].tolist() == expected

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from adascale import ElasticTrainer
 from adascale.errors import NonFiniteWeightsError
 from adascale_worker.adascale import AdaScale
-from adascale_worker.batches.order import SampleSequence
+from adascale_worker.batches.order import shuffled
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.steps import MAX_SKIPPED_STEPS
 from support.training import (
@@ -58,7 +58,7 @@ def twin_of(model: nn.Module, change: Change, epochs: int = 2) -> nn.Module:
     twin = copy.deepcopy(model)
     optimizer = sgd(twin)
     _, features, targets = samples().tensors
-    sequence = SampleSequence(48, seed=0)
+    sequence = shuffled(48, 0)
     for start in range(0, epochs * 48, 12):
         order = torch.tensor(sequence[start : start + 12])
         optimizer.zero_grad()
@@ -100,7 +100,7 @@ def test_the_gradient_is_there_when_the_step_is_complete(make_trainer: MakeTrain
         assert all((parameter.grad is not None) == seen[-1] for parameter in model.parameters())
         if not trainer.completes_step:
             optimizer.step()
-    order = torch.tensor(SampleSequence(48, seed=0)[0:12])
+    order = torch.tensor(shuffled(48, 0)[0:12])
     learn(twin, features[order], targets[order])
     assert seen == [False, False, True]
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.micro_batches import MicroBatches
-from adascale_worker.batches.order import GroupedOrder, ProgramOrder, SampleSequence, SequentialOrder
+from adascale_worker.batches.order import SampleSequence, by_program, grouped, sequential, shuffled
 from adascale_worker.batches.seeding import Indices, permute
 from adascale_worker.errors import DatasetError
 
@@ -43,7 +43,7 @@ def test_each_pass_contains_every_sample_once_across_changes_of_replicas(
     consumed = 0
     taken: list[int] = []
     for plan, steps in phases:
-        sequence = SampleSequence(length, seed)  # every process makes its own sequence
+        sequence = shuffled(length, seed)  # every process makes its own sequence
         samples = take_steps(sequence, consumed, plan, steps)
         assert len(samples) == steps * plan.global_bsz
         taken += samples
@@ -58,24 +58,24 @@ def test_each_pass_contains_every_sample_once_across_changes_of_replicas(
 def test_all_replicas_together_take_the_samples_that_one_replica_would_take(
     length: int, seed: int, plan: BatchPlan, steps: int
 ) -> None:
-    shared = take_steps(SampleSequence(length, seed), 0, plan, steps)
-    single = SampleSequence(length, seed)[0 : steps * plan.global_bsz]
+    shared = take_steps(shuffled(length, seed), 0, plan, steps)
+    single = shuffled(length, seed)[0 : steps * plan.global_bsz]
     assert Counter(shared) == Counter(single)
 
 
 def test_passes_contain_the_same_samples_in_different_orders() -> None:
-    sequence = SampleSequence(50, seed=3)
+    sequence = shuffled(50, 3)
     first, second = sequence[0:50], sequence[50:100]
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
 
 
 def test_seeds_give_different_orders() -> None:
-    assert SampleSequence(50, seed=3)[0:50] != SampleSequence(50, seed=4)[0:50]
+    assert shuffled(50, 3)[0:50] != shuffled(50, 4)[0:50]
 
 
 def test_unshuffled_passes_have_the_order_of_the_data_set() -> None:
-    assert SampleSequence(3, seed=0, order=SequentialOrder(3))[1:8] == [1, 2, 0, 1, 2, 0, 1]
+    assert sequential(3, 0)[1:8] == [1, 2, 0, 1, 2, 0, 1]
 
 
 # -- the permutation ------------------------------------------------------------------------------------
@@ -88,10 +88,10 @@ def test_the_permutation_has_each_number_once(length: int, key: int) -> None:
 
 def test_the_order_is_that_of_the_format_of_checkpoints() -> None:
     """A change of these numbers needs another FORMAT in adascale_core/checkpoint_manifest.py."""
-    assert SampleSequence(10, seed=3)[8:14] == [3, 7, 9, 8, 4, 1]
-    assert SampleSequence(10**8, seed=3)[10**8 - 1 : 10**8 + 2] == [4726762, 69589406, 72410342]
+    assert shuffled(10, 3)[8:14] == [3, 7, 9, 8, 4, 1]
+    assert shuffled(10**8, 3)[10**8 - 1 : 10**8 + 2] == [4726762, 69589406, 72410342]
     lengths = [4, 2, 9, 4, 1, 7, 3, 8, 2, 6]
-    assert SampleSequence(10, 3, order=GroupedOrder(lengths, 3, 2))[8:14] == [0, 3, 9, 5, 7, 2]
+    assert grouped(lengths, 3, 2)[8:14] == [0, 3, 9, 5, 7, 2]
 
 
 def test_all_orders_of_four_samples_are_equally_frequent() -> None:
@@ -122,7 +122,7 @@ def test_samples_are_independent_of_their_place_their_neighbours_and_other_passe
 
 
 def test_a_sequence_of_100_million_samples_needs_no_memory_and_does_not_block_the_interpreter() -> None:
-    sequence = SampleSequence(10**8, seed=0)
+    sequence = shuffled(10**8, 0)
     plan = BatchPlan(replicas=2, local_bsz=32, accumulation=1)
     cpu_time = time.thread_time()
     tracemalloc.start()
@@ -146,20 +146,19 @@ def test_the_program_determines_the_order_of_each_pass() -> None:
         return [number % 5, 1, 1, 4]
 
     seeds: list[int] = []
-    sequence = SampleSequence(5, 0, order=ProgramOrder(order, 5, 0, number=0))
+    sequence = by_program(order, 5, 0, number=0)
     assert sequence.length == 4
     assert sequence[2:10] == [1, 4, 1, 1, 1, 4, 2, 1]
     assert len(set(seeds)) == 3
-    assert SampleSequence(5, 0, order=ProgramOrder(order, 5, 0, number=2))[8:10] == [2, 1]
+    assert by_program(order, 5, 0, number=2)[8:10] == [2, 1]
 
 
 @given(plan=plans, steps=st.integers(1, 5))
 def test_replicas_share_an_order_of_the_program(plan: BatchPlan, steps: int) -> None:
     def sequence() -> SampleSequence:
-        order = ProgramOrder(
+        return by_program(
             lambda number, seed: numpy.random.default_rng(seed).integers(0, 10 + number, 30), 1000, 7, 0
         )
-        return SampleSequence(1000, 7, order=order)
 
     shared = take_steps(sequence(), 0, plan, steps)
     assert Counter(shared) == Counter(sequence()[0 : steps * plan.global_bsz])
@@ -177,18 +176,18 @@ def test_replicas_share_an_order_of_the_program(plan: BatchPlan, steps: int) -> 
 )
 def test_an_order_without_valid_indices_is_refused(returned: object, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
-        ProgramOrder(lambda _number, _seed: returned, 5, 0, 0)
+        by_program(lambda _number, _seed: returned, 5, 0, 0)
 
 
 def test_a_pass_with_another_number_of_samples_is_refused() -> None:
-    sequence = SampleSequence(5, 0, order=ProgramOrder(lambda number, _seed: range(4 + number), 5, 0, 0))
+    sequence = by_program(lambda number, _seed: range(4 + number), 5, 0, 0)
     with pytest.raises(DatasetError, match=r"order\(1, seed\) returned 5 indices, but 4 in another pass"):
         sequence[0:5]
 
 
 def test_samples_are_grouped_by_length_and_each_comes_once_per_pass() -> None:
     lengths = numpy.random.default_rng(0).integers(1, 500, 4 * 50 * 8 + 3)
-    sequence = SampleSequence(len(lengths), 3, order=GroupedOrder(lengths, 3, group_size=8))
+    sequence = grouped(lengths, 3, group_size=8)
     passes = [sequence[start : start + len(lengths)] for start in (0, len(lengths))]
     assert passes[0] != passes[1]
     for order in passes:

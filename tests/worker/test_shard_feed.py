@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.records import StreamOptions
-from adascale_worker.batches.shard_feed import ShardFeed, ShardPlace, Shards
+from adascale_worker.batches.stream_feed import StreamFeed, deal
+from adascale_worker.batches.stream_reader import Shard, Stream, StreamPlace
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.tree import flatten, unflatten
@@ -41,11 +41,13 @@ class Member:
         self.read = 0
         self.samples: list[Any] = []
         self.batches: Iterator[Any] | None = None
-        place = None
+        self.feed = StreamFeed(job.consumed, group=cast(ReplicaGroup, self))
         if job.place is not None:
-            place = ShardPlace.from_state(unflatten(*flatten(job.place.state_dict())))
-        self.feed = ShardFeed(place, job.consumed, cast(ReplicaGroup, self))
-        self.feed.open(Shards(self.make_shard, len(lengths)), job.stream, job.options, seed=3)
+            self.feed.restore(unflatten(*flatten(job.place.state_dict())), job.consumed)
+        stream = Stream(
+            self.make_shard, len(lengths), is_function=True, shuffle_buffer=job.shuffle_buffer, seed=3
+        )
+        self.feed.open(stream, job.options)
         self.exchanges = -1
 
     def gather(self, value: Any) -> list[Any]:
@@ -73,10 +75,10 @@ class Job:
     """The replicas of a job, in threads."""
 
     lengths: list[int]
-    stream: StreamOptions = field(default_factory=StreamOptions)
+    shuffle_buffer: int = 0
     options: dict[str, Any] = field(default_factory=lambda: {"collate_fn": list})
     consumed: int = 0
-    place: ShardPlace | None = None
+    place: StreamPlace | None = None
     trained: list[tuple[int, int]] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
     plan: BatchPlan = field(default_factory=lambda: BatchPlan(1, 1, 1))
@@ -161,7 +163,7 @@ plans = st.builds(
 def test_each_record_is_trained_once_per_pass_over_joins_losses_plans_and_restarts(
     lengths: list[int], shuffle_buffer: int, schedule: list[tuple[BatchPlan, int, list[int], bool]]
 ) -> None:
-    job = Job(lengths, StreamOptions(shuffle_buffer=shuffle_buffer))
+    job = Job(lengths, shuffle_buffer)
     for plan, steps, kept, loses_step in schedule:
         job.start(plan, kept)
         for _ in range(steps):
@@ -216,14 +218,29 @@ def test_a_shard_that_is_shorter_than_before_is_an_error() -> None:
         job.step()
     job.lengths = [3, 3]
     job.start(BatchPlan(1, 5, 1), [])
-    with pytest.raises(DatasetError, match=r"shard \d of the stream has ended after 3 records in pass 0 "):
-        job.step()
-
-
-def test_shards_without_records_are_an_error() -> None:
-    job = Job([0, 0])
-    job.start(BatchPlan(1, 5, 1), [])
     with pytest.raises(
-        DatasetError, match="the 2 shards of the stream have 0 records in several passes, fewer"
+        DatasetError, match=r"shard \d of the stream has ended after 3 records in pass 0 .* had 25 before"
     ):
         job.step()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_shards_without_records_are_an_error(replicas: int) -> None:
+    job = Job([0, 0])
+    job.start(BatchPlan(replicas, 5, 1), [])
+    with pytest.raises(DatasetError, match="has 0 records: check the path of the data"):
+        job.step()
+
+
+def test_shards_that_were_begun_stay_with_their_replicas() -> None:
+    job = Job([200] * 8)
+    job.start(BatchPlan(3, 7, 1), [])
+    job.step()
+    assert job.place is not None
+    lists = deal(job.place, 3)
+    assert [(each[0].offset, each[0].owner) for each in lists] == [(7, 0), (7, 1), (7, 2)]
+
+
+def test_replicas_read_the_same_list_if_too_few_shards_are_left() -> None:
+    left = (Shard(0, 2, 5), Shard(0, 1, 3, end=9))
+    assert deal(StreamPlace(0, 0, left), 2) == (left,)

@@ -17,7 +17,7 @@ from adascale import ElasticTrainer
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker.batches.micro_batches import LoadedBatches, MicroBatches
-from adascale_worker.batches.order import SampleSequence
+from adascale_worker.batches.order import shuffled
 from adascale_worker.gradients.step_division import StepDivision, StepPlan, interval_at
 from support.training import (
     MakeTrainer,
@@ -135,7 +135,7 @@ def test_no_step_is_divided_whose_parts_cannot_be_loaded() -> None:
 
 
 def test_divided_steps_have_the_samples_of_whole_ones_in_their_order() -> None:
-    sequence = SampleSequence(50, seed=1)
+    sequence = shuffled(50, 1)
     whole = iter(MicroBatches(sequence, 24, ONE, 0))
     sampler = MicroBatches(sequence, 24, ONE, 0, division())
     loaded = LoadedBatches(iter(sampler), ONE, sampler.drawn)

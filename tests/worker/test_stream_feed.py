@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches import stream_feed
-from adascale_worker.batches.records import StreamOptions
-from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace, StreamReader
+from adascale_worker.batches import stream_reader
+from adascale_worker.batches.stream_feed import StreamFeed
+from adascale_worker.batches.stream_reader import Stream, StreamPlace, StreamReader
 from adascale_worker.errors import DatasetError
 from adascale_worker.state.tree import flatten, unflatten
 from support.examples import examples
@@ -48,10 +48,10 @@ class Job:
     """
 
     make: Callable[[], Iterable[Any]]
-    stream: StreamOptions = field(default_factory=StreamOptions)
+    stream: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=lambda: {"collate_fn": list})
     consumed: int = 0
-    place: StreamPlace = field(default_factory=lambda: StreamPlace(0))
+    place: StreamPlace | None = None
     trained: list[Any] = field(default_factory=list)
     replicas: list[Replica] = field(default_factory=list)
     plan: BatchPlan = field(default_factory=lambda: BatchPlan(1, 1, 1))
@@ -61,11 +61,12 @@ class Job:
         members = [self.replicas[rank] for rank in kept][: plan.replicas]
         for left in set(range(len(self.replicas))) - set(kept):
             self.replicas[left].feed.close()
-        document, tensors = flatten(self.place.state_dict())
         while len(members) < plan.replicas:
             dataset = self.make()
-            feed = StreamFeed(StreamPlace.from_state(unflatten(document, tensors)), self.consumed)
-            feed.open(dataset, self.stream, self.options, seed=3)
+            feed = StreamFeed(self.consumed)
+            if self.place is not None:
+                feed.restore(unflatten(*flatten(self.place.state_dict())), self.consumed)
+            feed.open(Stream(dataset, seed=3, **self.stream), self.options)
             members.append(Replica(dataset, feed))
         self.replicas, self.plan = members, plan
         for rank, replica in enumerate(members):
@@ -86,14 +87,19 @@ class Job:
                 replica.feed.finished_step(self.consumed)
             places = [replica.feed.place_at(self.consumed) for replica in self.replicas]
             # torchdata's states of the same position differ in a count that a loaded one begins with.
-            plain = [(replace(each, saved=None), each.saved and each.saved.position) for each in places]
-            assert all(each == plain[0] for each in plain) or not self.stream.is_exact
+            plain = [(replace(each, saved=None), each.saved and each.saved[0]) for each in places]
+            assert all(each == plain[0] for each in plain) or not self.stream.get("is_exact", True)
             self.place = places[0]
         return samples
 
     def close(self) -> None:
         for replica in self.replicas:
             replica.feed.close()
+
+
+def place_of(job: Job) -> StreamPlace:
+    assert job.place is not None
+    return job.place
 
 
 def require_each_once(trained: list[int], count: int) -> None:
@@ -155,9 +161,9 @@ def test_each_record_is_trained_once_per_pass_over_joins_losses_plans_and_restar
     kind: str, count: int, interval: int, shuffle_buffer: int, schedule: list[Event]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_feed, "SAVE_INTERVAL", interval)
-        job = Job(lambda: make_data_set(kind, count), StreamOptions(shuffle_buffer=shuffle_buffer))
-        calm = Job(lambda: make_data_set(kind, count), StreamOptions(shuffle_buffer=shuffle_buffer))
+        patch.setattr(stream_reader, "SAVE_INTERVAL", interval)
+        job = Job(lambda: make_data_set(kind, count), {"shuffle_buffer": shuffle_buffer})
+        calm = Job(lambda: make_data_set(kind, count), {"shuffle_buffer": shuffle_buffer})
         job.start(BatchPlan(1, 2, 1))
         for event in schedule:
             for _ in range(event.steps):
@@ -171,8 +177,8 @@ def test_each_record_is_trained_once_per_pass_over_joins_losses_plans_and_restar
         # The steps have the records that a single reader reads in their place.
         calm.start(BatchPlan(1, job.consumed, 1))
         assert Counter(calm.step()) == Counter(job.trained)
-        assert (calm.place.number, calm.place.begin) == (job.place.number, job.place.begin)
-        assert job.place.length == (count if job.consumed >= count else None)
+        assert (place_of(calm).number, place_of(calm).begin) == (place_of(job).number, place_of(job).begin)
+        assert place_of(job).length == (count if job.consumed >= count else None)
 
 
 def test_worker_processes_read_each_record_once_over_changes_and_a_discarded_step() -> None:
@@ -212,7 +218,7 @@ def test_map_is_applied_to_the_own_samples_of_a_replica_only() -> None:
         mapped.append(number)
         return -number
 
-    job = Job(lambda: Numbers(100), StreamOptions(transform))
+    job = Job(lambda: Numbers(100), {"transform": transform})
     job.start(BatchPlan(4, 2, 1))
     for _ in range(6):
         job.step()
@@ -226,7 +232,7 @@ def test_packed_sequences_come_once_per_pass_also_if_passes_differ_in_length() -
         packed.set_epoch(number)
         return [tuple(sequence) for sequence in packed]
 
-    job = Job(Packed, StreamOptions(tuple))
+    job = Job(Packed, {"transform": tuple})
     job.start(BatchPlan(1, 2, 1))
     for replicas in (1, 3, 2):
         job.start(BatchPlan(replicas, 2, 1), range(len(job.replicas)))
@@ -234,7 +240,7 @@ def test_packed_sequences_come_once_per_pass_also_if_passes_differ_in_length() -
             job.step()
     expected = [each for number in range(3) for each in sequences(number)]
     assert Counter(job.trained) == Counter(expected[: job.consumed])
-    assert job.place.length == len(sequences(0))
+    assert place_of(job).length == len(sequences(0))
 
 
 def test_a_replica_that_joins_reads_from_the_last_state_and_not_from_the_beginning() -> None:
@@ -244,8 +250,8 @@ def test_a_replica_that_joins_reads_from_the_last_state_and_not_from_the_beginni
         job.step()
     job.start(BatchPlan(2, 50, 1), [0])
     job.step()
-    assert job.place.saved is not None
-    assert job.replicas[1].dataset.read <= stream_feed.SAVE_INTERVAL + 101
+    assert place_of(job).saved is not None
+    assert job.replicas[1].dataset.read <= stream_reader.SAVE_INTERVAL + 101
     # Without states it reads forward.
     plain = Job(lambda: Numbers(50_000))
     plain.start(BatchPlan(1, 50, 1))
@@ -267,7 +273,7 @@ def test_memory_does_not_grow_with_the_length() -> None:
         job.trained.clear()
         reader = job.replicas[0].feed._reader
         assert isinstance(reader, StreamReader)
-        kept = (reader._window, reader._passes, reader._saves, job.replicas[0].feed._places)
+        kept = (reader._window, reader._begun, reader._saves, job.replicas[0].feed._places)
         sizes.append(sum(map(len, kept)))
     assert max(sizes[1:]) <= 600
 
@@ -294,7 +300,7 @@ def test_what_a_data_set_draws_does_not_depend_on_the_trainers_generators() -> N
 def test_a_shuffle_buffer_that_a_state_does_not_contain_is_an_error(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_feed, "SAVE_INTERVAL", 10)
+    monkeypatch.setattr(stream_reader, "SAVE_INTERVAL", 10)
     job = Job(lambda: WithState(100, buffer=8), options={"collate_fn": list, **options})
     job.start(BatchPlan(1, 5, 1))
     for _ in range(5):
@@ -314,7 +320,7 @@ def test_a_stream_that_is_shorter_after_a_restart_is_an_error() -> None:
     for _ in range(5):
         job.step()
     job.start(BatchPlan(1, 5, 1))
-    with pytest.raises(DatasetError, match=r"pass 0 .* ended after 10 records, but 25 of it"):
+    with pytest.raises(DatasetError, match=r"ended after 10 records in pass 0 .*, but it had 25 before"):
         job.step()
 
 
@@ -344,7 +350,7 @@ def test_a_pass_without_records_is_an_error() -> None:
 
 
 def test_without_exactly_once_each_replica_trains_all_that_it_reads() -> None:
-    job = Job(lambda: Numbers(None), StreamOptions(is_exact=False))
+    job = Job(lambda: Numbers(None), {"is_exact": False})
     job.start(BatchPlan(2, 3, 1))
     first, second = job.step(), job.step(is_discarded=True)
     assert (first, second) == ([0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5])

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 
 from adascale import AdaScale
-from adascale_worker.batches.order import SampleSequence
+from adascale_worker.batches.order import shuffled
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -50,7 +50,7 @@ def test_training_at_scale_one_equals_a_plain_loop_bit_for_bit(
     train(trainer, model, optimizer, scheduler, epochs=range(3))
 
     _, features, targets = samples().tensors
-    sequence = SampleSequence(48, seed=5)
+    sequence = shuffled(48, 5)
     for start in range(0, 3 * 48, 8):
         seed_generators(5, start, 0)
         order = torch.tensor(sequence[start : start + 8])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from adascale import ElasticTrainer
-from adascale_worker.batches.order import SampleSequence
+from adascale_worker.batches.order import shuffled
 from adascale_worker.errors import WorkerError
 from adascale_worker.state.schedule import Checkpointing
 from support.launch import PROGRAMS, run_python
@@ -121,7 +121,7 @@ def micro_batches_equal_a_step_with_the_large_batch() -> None:
     twin = copy.deepcopy(model)
     trainer, optimizer = entered(model, batch_size=16, local_bsz_bounds=(2, 4))
     assert (trainer.replicas, trainer.get_local_bsz(), trainer.accumulation) == (2, 4, 2)
-    sequence = SampleSequence(len(dataset), seed=0)
+    sequence = shuffled(len(dataset), 0)
     batches = trainer.dataloader(dataset)
     for start in range(0, 64, 16):
         order = torch.tensor(sequence[start : start + 16])

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy
 
 from adascale_worker.batches.fingerprint import Found, agree
-from adascale_worker.batches.order import ProgramOrder, SampleSequence
+from adascale_worker.batches.order import BY_PROGRAM, SampleSequence
 from adascale_worker.batches.seeding import mix, permute
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -270,7 +270,7 @@ def _first_difference(one: Found, other: Found) -> int | None:
 
 
 def _remedy(sequence: SampleSequence) -> str:
-    if isinstance(sequence.sequence[0], ProgramOrder):
+    if sequence.kind == BY_PROGRAM:
         return (
             "order(number, seed) has to return the same indices for the same pass each time: draw from the "
             "seed that it gets only, such as by numpy.random.default_rng(seed)"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.feed import CHOSEN_BY_TRAINER
-from adascale_worker.batches.micro_batches import MicroBatches
+from adascale_worker.batches.micro_batches import MicroBatches, make_loader
 from adascale_worker.batches.order import Lengths, OrderFunction, SampleSequence, order_of
-from adascale_worker.batches.records import StreamOptions, stream_options
-from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace, require_repeatable
+from adascale_worker.batches.stream_feed import StreamFeed
+from adascale_worker.batches.stream_reader import Stream
 from adascale_worker.errors import DatasetError
 
 _REFUSED = CHOSEN_BY_TRAINER | {"in_order", "shards", "exactly_once"}
@@ -77,19 +76,21 @@ class ElasticDataLoader:
             )
         self._plan = BatchPlan(ranks, batch_size)
         self._dataset, self._options, self._seed, self._position = dataset, options, seed, position
-        stream = stream_options(dataset, None, order, lengths, StreamOptions(map, shuffle_buffer))
+        stream = Stream.of(
+            dataset, None, order, lengths, transform=map, shuffle_buffer=shuffle_buffer, seed=seed
+        )
         self._samples: SampleSequence | None = None
         if stream is None:
-            made = order_of(dataset, shuffle, order, lengths, seed=seed, group=group_size, number=0)
-            self._samples = SampleSequence(made.length, seed, order=made)
+            self._samples = order_of(dataset, shuffle, order, lengths, seed=seed, group=group_size, number=0)
             return
-        require_repeatable(dataset)
         if position:
             raise DatasetError(
                 f"ElasticDataLoader got position={position} and a stream, whose passes have no known length: "
                 "save state_dict() of the loader, and load it by load_state_dict()"
             )
-        self._stream, self._stream_options = StreamFeed(StreamPlace(0), 0), stream
+        self._stream = StreamFeed(0)
+        # Each rank reads the whole, since nothing is communicated.
+        self._stream.open(replace(stream, count=0), options)
 
     @property
     def position(self) -> int:
@@ -129,16 +130,9 @@ class ElasticDataLoader:
 
     def _load(self) -> Iterator[Any]:
         if self._samples is None:
-            self._stream.open(self._dataset, self._stream_options, self._options, seed=self._seed)
             return self._stream.micro_batches(self._position, self._plan, self._rank)
         batches = MicroBatches(self._samples, self._position, self._plan, self._rank)
-        loader: DataLoader[Any] = DataLoader(
-            self._dataset,
-            batch_sampler=batches,
-            generator=torch.Generator().manual_seed(self._seed + self._position),
-            **self._options,
-        )
-        return iter(loader)
+        return iter(make_loader(self._dataset, batches, self._seed + self._position, self._options))
 
 
 def _rank_and_size(rank: int | None, world_size: int | None) -> tuple[int, int]:

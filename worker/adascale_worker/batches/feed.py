@@ -5,35 +5,26 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sized
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.batches.comparison import CAUSES, DataComparison
-from adascale_worker.batches.micro_batches import (
-    LoadedBatches,
-    MicroBatches,
-    PersistentLoader,
-    fetch,
-    probing,
-)
+from adascale_worker.batches.micro_batches import LoadedBatches, MicroBatches, fetch, make_loader
 from adascale_worker.batches.order import (
     RANDOM_ORDER,
     Lengths,
-    Order,
     OrderFunction,
     Origin,
     SampleSequence,
     indexed_length,
     order_of,
 )
-from adascale_worker.batches.records import StreamOptions, stream_options
-from adascale_worker.batches.shard_feed import ShardFeed, Shards
-from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace, require_repeatable
+from adascale_worker.batches.stream_feed import StreamFeed
+from adascale_worker.batches.stream_reader import Stream
 from adascale_worker.errors import DatasetError
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -80,16 +71,18 @@ class DataFeed:
         """Of what has begun to load."""
         self._has_opened = False
         """Whether this process has opened a data set."""
-        self._stream: StreamFeed | ShardFeed | None = None
-        """The stream that is trained: each replica reads the whole, or its shards are dealt to them."""
+        self._stream: StreamFeed | None = None
+        """The stream that is trained."""
         self._length: int | None = None
         """Number of samples of a pass; of a stream, of the first one. None before it is known."""
         self._kind: str | None = None
         self._origin = Origin()
         self._is_open = False
         """Whether this process, or that which has sent the state, has opened the data set of `_length`."""
-        self._kept: PersistentLoader[MicroBatches] | None = None
-        """With `persistent_workers=True`."""
+        self._kept: tuple[Any, dict[str, Any], DataLoader[Any], MicroBatches] | None = None
+        """With `persistent_workers=True`: what worker processes load, and how."""
+        self._loaded: tuple[LoadedBatches, SampleSequence, BatchPlan, int] | None = None
+        """What they have loaded last, of a sequence, by a plan and for a rank."""
 
     @property
     def rank(self) -> int:
@@ -120,11 +113,10 @@ class DataFeed:
         """
         if conflicting := CHOSEN_BY_TRAINER & set(options):
             raise DatasetError(_refusal(conflicting, options))
-        stream = stream_options(
-            dataset, shards, order, lengths, StreamOptions(map, shuffle_buffer, exactly_once, shuffle)
-        )
+        how = {"transform": map, "shuffle_buffer": shuffle_buffer, "is_exact": exactly_once}
+        stream = Stream.of(dataset, shards, order, lengths, **how, shuffles_shards=shuffle, seed=self.seed)
         if stream is not None:
-            return self._open_stream(dataset, shards, stream, options)
+            return self._open_stream(stream, options)
         if self._group.processes > 1 and options.get("persistent_workers"):
             raise DatasetError(
                 "dataloader() got persistent_workers=True, which is not supported with processesPerReplica: "
@@ -142,9 +134,8 @@ class DataFeed:
         self._has_opened = True
         if not options.get("persistent_workers"):
             self.close()
-        else:
-            self._kept_loader(dataset, options)
-        samples = SampleSequence(made.length, self.seed, order=made, origin=self._origin)
+        self._require_kept(dataset, options)
+        samples = replace(made, origin=self._origin)
         return partial(self._load, dataset, samples, options, allow_other_length)
 
     def progress_at(self, epoch: int) -> float:
@@ -170,7 +161,7 @@ class DataFeed:
                 f"set {both} to at most {length}, in the job file if there is one, or use more data"
             )
 
-    def _begin_order(self, order: Order, *, allow_other_length: bool) -> None:
+    def _begin_order(self, order: SampleSequence, *, allow_other_length: bool) -> None:
         """Continue with an order of samples, or begin with another one where that is allowed."""
         if self._kind in _IN_WORDS:
             raise self._other_kind(f"has {order.length} samples by index")
@@ -242,29 +233,26 @@ class DataFeed:
         fetch_again = partial(fetch, dataset, seed=self.seed, options=options)
         found = [] if has_workers else fetch_again(indices)
         probes = indices if has_workers else []
-        kept = self._kept_loader(dataset, options)
-        if kept is not None:
-            kept.sampler.begin(samples, consumed, plan, self._group.rank, probes)
-            # Worker processes that go on have loaded none.
-            probes = [] if kept.continues else probes
-            loaded: LoadedBatches = kept.begin()
+        place, loaded = (samples, plan.per_process(processes), self.rank), None
+        self._require_kept(dataset, options)
+        keeps = options.get("persistent_workers", False)
+        if keeps and self._kept is not None:
+            _, _, loader, sampler = self._kept
+            if self._loaded is not None and self._loaded[1:] == place:
+                loaded = self._loaded[0] if self._loaded[0].position == consumed else None
         else:
             division = self._division if processes == 1 else None
-            sampler = MicroBatches(
-                samples, consumed, plan.per_process(processes), self.rank, division, probes
-            )
-            loader: DataLoader[Any] = DataLoader(
-                dataset,  # type: ignore[arg-type]
-                batch_sampler=sampler,
-                # It draws the seeds of its workers from this, not from the program's random state.
-                generator=torch.Generator().manual_seed(self.seed + consumed),
-                **probing(options),
-            )
-            if options.get("persistent_workers"):
-                self._kept = PersistentLoader(dataset, options, loader, sampler, sampler.drawn)
-                loaded = self._kept.begin()
-            else:
-                loaded = LoadedBatches(iter(loader), plan, sampler.drawn)
+            sampler = MicroBatches(samples, consumed, *place[1:], division)
+            loader = make_loader(dataset, sampler, self.seed + consumed, options)
+            if keeps:
+                self._kept = dataset, options, loader, sampler
+        if loaded is None:
+            sampler.begin(samples, consumed, *place[1:], probes)
+            loaded = LoadedBatches(iter(loader), plan, sampler.drawn, consumed)
+        else:
+            probes = []  # Worker processes that go on have loaded none.
+        if keeps:
+            self._loaded = loaded, *place
         found += loaded.take_probes(probes)
         self._compare = partial(
             comparison.compare, samples, consumed, found, fetch_again, allow_others=allow_others
@@ -281,60 +269,50 @@ class DataFeed:
         """End persistent worker processes. May be called again."""
         if self._stream is not None:
             self._stream.close()
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        if self._loaded is not None:
+            self._loaded[0].close()
+        self._kept = self._loaded = None
 
-    def _kept_loader(self, dataset: Sized, options: dict[str, Any]) -> PersistentLoader[MicroBatches] | None:
-        """Return the loader with persistent worker processes, if these arguments are for it."""
+    def _require_kept(self, dataset: Any, options: dict[str, Any]) -> None:
+        """Check that persistent worker processes can go on with a data set and options."""
         if self._kept is None or not options.get("persistent_workers"):
-            return None
-        if difference := self._kept.difference(dataset, options):
+            return
+        kept, before = self._kept[:2]
+        names = [name for name in sorted({*options, *before}) if options.get(name) != before.get(name)]
+        if dataset is not kept:
+            names = ["data set"]
+        if names:
             raise DatasetError(
-                f"dataloader() got persistent_workers=True, and {difference} than before, so the worker "
-                "processes cannot go on: make the data set, and functions such as collate_fn, once before "
-                "the loop over epochs, or leave out persistent_workers"
+                f"dataloader() got persistent_workers=True, and another {' and another '.join(names)} than "
+                "before, so the worker processes cannot go on: make the data set, and functions such as "
+                "collate_fn, once before the loop over epochs, or leave out persistent_workers"
             )
-        return self._kept
 
     # -- streams ------------------------------------------------------------------------------------------
 
-    def _open_stream(
-        self,
-        dataset: Any,
-        shards: int | None,
-        stream: StreamOptions,
-        options: dict[str, Any],
-    ) -> Load:
-        """Use a stream: its shards are dealt to the replicas, if it has any, or each reads the whole."""
+    def _open_stream(self, stream: Stream, options: dict[str, Any]) -> Load:
         if self._group.processes > 1:
             raise DatasetError(
                 "dataloader() got a stream, which is not supported with processesPerReplica: use a data set "
                 "with a length and items by index"
             )
-        dealt = Shards.of(dataset, shards, stream)
-        kind = STREAM if dealt is None else SHARDS
-        if dealt is None:
-            require_repeatable(dataset)
         if options.get("in_order") is False:
             raise DatasetError(
                 "dataloader() got in_order=False, which changes the order of samples: leave it out"
             )
+        kind = SHARDS if stream.count else STREAM
         if self._kind not in (None, kind):
             raise self._other_kind(_IN_WORDS[kind])
         self._division.loads_parts = False
         self._kind, self._is_open = kind, True
         self._stream = feed = self._stream or self._make_stream()
-        feed.open(dealt or dataset, stream, options, seed=self.seed)
+        feed.open(stream, options)
         return lambda consumed, plan: LoadedBatches(
             feed.micro_batches(consumed, plan, self._group.rank), plan
         )
 
-    def _make_stream(self) -> StreamFeed | ShardFeed:
-        consumed, origin = self._progress.consumed, self._origin
-        if self._kind == SHARDS:
-            return ShardFeed(None, consumed, self._group)
-        return StreamFeed(StreamPlace(origin.consumed, origin.number, origin.consumed), consumed)
+    def _make_stream(self) -> StreamFeed:
+        return StreamFeed(self._progress.consumed, self._origin.number, self._group)
 
     @property
     def exchanges(self) -> int:
@@ -357,8 +335,8 @@ class DataFeed:
         self._stream.finished_step(consumed)
         if self._length is not None:
             return
-        length = self._stream.length_at(consumed)
-        if self._stream.how.is_exact:
+        length, stream = self._stream.length_at(consumed), self._stream.stream
+        if stream is None or stream.is_exact:
             self._length = length
         elif ends_by_epochs and any(self._group.gather([length is not None])[0]):
             # Each replica reads a pass of its own. That of rank 0 counts.
@@ -366,15 +344,17 @@ class DataFeed:
 
     def compare_records(self) -> None:
         """Check that all replicas read the same stream. A collective call, at a step boundary."""
-        stream = self._stream
-        if not isinstance(stream, StreamFeed) or not stream.how.is_exact or self._group.replicas == 1:
+        feed, consumed = self._stream, self._progress.consumed
+        if feed is None or self._kind != STREAM or self._group.replicas == 1:
             return
-        place = stream.place_at(self._progress.consumed)
+        if feed.stream is None or not feed.stream.is_exact:
+            return
+        place = feed.place_at(consumed)
         rows = self._group.gather([place.number, place.begin, place.fingerprint or 0])
         other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
         if other is not None:
             raise DatasetError(
-                f"rank 0 and rank {other} read different records of the stream: after {place.position} "
+                f"rank 0 and rank {other} read different records of the stream: after {consumed} "
                 f"samples, rank 0 is in pass {rows[0][0]} since {rows[0][1]} samples, rank {other} in pass "
                 f"{rows[other][0]} since {rows[other][1]}"
                 + (", and their next records differ" if rows[0][:2] == rows[other][:2] else "")
@@ -392,8 +372,7 @@ class DataFeed:
         place = None if self._stream is None else self._stream.place_at(consumed)
         described = None if place is None else {"consumed": consumed, **place.state_dict()}
         return {
-            "stream": described if self._kind == STREAM else None,
-            "shards": described if self._kind == SHARDS else None,
+            "stream": described,
             "samples": self._length,
             "seed": self.seed,
             "order": self._kind,
@@ -411,8 +390,8 @@ class DataFeed:
         self._origin = Origin(*state["origin"])
         self._is_open = state["is_open"]
         self._comparison.load_state_dict(state["compared"])
-        if (described := state["stream"] or state["shards"]) is not None:
-            place = dict(described)
+        if state["stream"] is not None:
+            place = dict(state["stream"])
             self._stream = self._stream or self._make_stream()
             self._stream.restore(consumed=place.pop("consumed"), state=place)
 

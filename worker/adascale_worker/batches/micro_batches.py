@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy
 import torch
@@ -23,63 +23,55 @@ PROBE_RANK = -1
 
 
 class Batch(list[int]):
-    """The sample indices of a micro-batch.
+    """The sample indices of a micro-batch, or of a probe: a sample of which a worker loads the summary.
 
     A worker process seeds its random number generators when it receives them, just before it loads the
     samples. Without worker processes, the trainer seeds.
     """
 
-    def __init__(self, indices: list[int], seed: int, position: int) -> None:
+    def __init__(self, indices: list[int], seed: int, position: int, *, is_probe: bool = False) -> None:
         super().__init__(indices)
-        self._seed = seed
-        self._position = position
+        self._how = seed, position, is_probe
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive_batch, (list(self), self._seed, self._position)
-
-
-class Probe(Batch):
-    """The index of a sample, of which a worker process loads the summary."""
-
-    def __init__(self, index: int, seed: int) -> None:
-        super().__init__([index], seed, index)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _receive_batch, (list(self), self._seed, self._position, True)
+        return _receive_batch, (list(self), *self._how)
 
 
 _received = {"is_probe": False}
 """What a worker process has received last."""
 
 
-def _receive_batch(indices: list[int], seed: int, position: int, is_probe: bool = False) -> list[int]:
+def _receive_batch(indices: list[int], seed: int, position: int, is_probe: bool) -> list[int]:
     # Other numbers than those of a replica, whose training draws from the same seed and position.
     seed_generators(seed, position, PROBE_RANK)
     _received["is_probe"] = is_probe
     return indices
 
 
-class ProbedCollation:
-    """Collates samples in a worker process, and returns the summary of a probe."""
+def _probes(indices: Sequence[int], seed: int) -> list[Batch]:
+    return [Batch([index], seed, index, is_probe=True) for index in indices]
 
-    def __init__(self, function: Callable[[list[Any]], Any] | None) -> None:
-        self._function = function or default_collate
 
-    def __call__(self, samples: list[Any]) -> Any:
-        """Return a batch, or the summary of a probe."""
-        return summary(samples) if _received["is_probe"] else self._function(samples)
+def _collate(function: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Collate samples in a worker process, or return the summary of a probe."""
+    return summary(samples) if _received["is_probe"] else function(samples)
+
+
+def make_loader(dataset: Any, batches: Any, seed: int, options: dict[str, Any]) -> DataLoader[Any]:
+    """Return a loader of batches, whose worker processes load probes too."""
+    if options.get("num_workers", 0):
+        collate = partial(_collate, options.get("collate_fn") or default_collate)
+        options = {**options, "collate_fn": collate}
+    # It draws the seeds of its workers from the generator, not from the program's random state.
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(dataset, batch_sampler=batches, generator=generator, **options)
 
 
 def fetch(dataset: Any, indices: Sequence[int], seed: int, options: dict[str, Any]) -> Found:
     """Return summaries of samples, fetched where batches are, under seeds that follow from the indices."""
     if options.get("num_workers", 0):
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=[Probe(index, seed) for index in indices],
-            generator=torch.Generator().manual_seed(seed),
-            **{**probing(options), "persistent_workers": False},
-        )
-        return take_probes(iter(loader), indices)
+        once = {**options, "persistent_workers": False}
+        return take_probes(iter(make_loader(dataset, _probes(indices, seed), seed, once)), indices)
     generators, found = Generators(), []
     has_items = getattr(dataset, "__getitems__", None)
     for index in indices:
@@ -88,13 +80,6 @@ def fetch(dataset: Any, indices: Sequence[int], seed: int, options: dict[str, An
             generators.seed(mixed_seed(seed, index, PROBE_RANK))
             found.append((index, summary(dataset.__getitems__([index]) if has_items else [dataset[index]])))
     return found
-
-
-def probing(options: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of DataLoader with which worker processes load probes too."""
-    if not options.get("num_workers", 0):
-        return options
-    return {**options, "collate_fn": ProbedCollation(options.get("collate_fn"))}
 
 
 def take_probes(loaded: Iterator[Any], indices: Sequence[int]) -> Found:
@@ -106,22 +91,8 @@ def take_probes(loaded: Iterator[Any], indices: Sequence[int]) -> Found:
     return found
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place in the micro-batches of a replica."""
-
-    sequence: tuple[object, ...]  # what determines the sequence of samples
-    position: int  # in the sequence: of the first sample of all replicas' next step, or micro-batch
-    plan: BatchPlan
-    rank: int
-
-    def after(self, micro_batch: BatchPlan) -> Place:
-        """Return the place after a micro-batch of a plan."""
-        return replace(self, position=self.position + micro_batch.replicas * micro_batch.local_bsz)
-
-
 class MicroBatches(Sampler[list[int]]):
-    """The endless sequence of a replica's micro-batches, as lists of sample indices."""
+    """The endless sequence of a replica's micro-batches, as lists of sample indices, after some probes."""
 
     def __init__(
         self,
@@ -141,34 +112,31 @@ class MicroBatches(Sampler[list[int]]):
     def begin(
         self, samples: SampleSequence, start: int, plan: BatchPlan, rank: int, probes: Sequence[int] = ()
     ) -> None:
-        """Let the next iteration begin at another place, after probes of samples."""
-        self._samples = samples
-        self._probes = [Probe(index, samples.seed) for index in probes]
-        self.place = Place(samples.sequence, start, plan, rank)
+        """Let the next iteration begin at another place."""
+        self._samples, self._plan, self._rank = samples, plan, rank
+        self._start = start  # of the next step of all replicas, or micro-batch
+        self._probes = _probes(probes, samples.seed)
 
     def __iter__(self) -> Iterator[list[int]]:
-        samples, place, division = self._samples, self.place, self._division
-        plan = place.plan
+        samples, plan, start, division = self._samples, self._plan, self._start, self._division
         drawn = self.drawn
         if drawn is not None:
             drawn.clear()
-        yield from self._probes
+        first = self._rank * plan.local_bsz
         together = plan.replicas * plan.local_bsz
         count = max(1, min(READ_AHEAD // plan.local_bsz, samples.length // together))
         offsets = numpy.arange(count)[:, None] * together + numpy.arange(plan.local_bsz)
+        yield from self._probes
         while True:
-            positions = place.position + place.rank * plan.local_bsz + offsets
-            for first, indices in zip(
-                positions[:, 0].tolist(), samples.indices(positions).tolist(), strict=True
-            ):
-                step = StepPlan(plan) if division is None else division.step_at(place.position, plan)
+            for indices in samples.indices(start + first + offsets).tolist():
+                step = StepPlan(plan) if division is None else division.step_at(start, plan)
                 size = step.plan.local_bsz
                 for index in range(plan.local_bsz // size):
                     part = slice(index * size, (index + 1) * size)
                     if drawn is not None:
                         drawn.append((step, index))
-                    yield Batch(indices[part], samples.seed, first + part.start)
-                place = place.after(plan)
+                    yield Batch(indices[part], samples.seed, start + first + part.start)
+                start += together
 
     def __len__(self) -> int:
         raise TypeError("an epoch of an elastic trainer has no fixed number of batches")
@@ -181,82 +149,32 @@ class LoadedBatches(Iterator[Any]):
     """
 
     def __init__(
-        self, batches: Iterator[Any], plan: BatchPlan, drawn: deque[tuple[StepPlan, int]] | None = None
+        self,
+        batches: Iterator[Any],
+        plan: BatchPlan,
+        drawn: deque[tuple[StepPlan, int]] | None = None,
+        position: int = 0,
     ) -> None:
         self._loaded = batches
         self._drawn = drawn
         self.step = StepPlan(plan)
         self.index = 0
+        self.position: int | None = position
+        """Of the next micro-batch of all replicas. None if it is unknown, after an error."""
 
     def take_probes(self, indices: Sequence[int]) -> Found:
         """Return what worker processes have loaded for probes, before the first batch."""
         return take_probes(self._loaded, indices)
 
     def __next__(self) -> Any:
+        position, self.position = self.position, None
         batch = next(self._loaded)
         if self._drawn is not None:
             self.step, self.index = self._drawn.popleft()
-        return batch
-
-
-class PlacedSampler(Protocol):
-    """Yields what a worker process loads a micro-batch from, beginning at a place."""
-
-    place: Place
-
-
-S = TypeVar("S", bound=PlacedSampler)
-
-
-class PersistentLoader(LoadedBatches, Generic[S]):
-    """Loads micro-batches without end, from another place in the same worker processes."""
-
-    def __init__(
-        self,
-        dataset: object,
-        options: dict[str, Any],
-        loader: DataLoader[Any],
-        sampler: S,
-        drawn: deque[tuple[StepPlan, int]] | None = None,
-    ) -> None:
-        super().__init__(iter(()), sampler.place.plan, drawn)
-        self.sampler = sampler
-        self._dataset = dataset
-        self._options = options
-        self._loader: DataLoader[Any] | None = loader
-        self._next: Place | None = None
-        """The place of the next batch that the worker processes deliver. None if it is unknown."""
-
-    def difference(self, dataset: object, options: dict[str, Any]) -> str | None:
-        """Return what differs from what the worker processes were started with; None if nothing does."""
-        if dataset is not self._dataset:
-            return "another data set"
-        before = self._options
-        names = [name for name in sorted({*options, *before}) if options.get(name) != before.get(name)]
-        return f"another {' and another '.join(names)}" if names else None
-
-    @property
-    def continues(self) -> bool:
-        """Whether the batches that are loaded already are those at the place of `sampler`."""
-        return self._next == self.sampler.place
-
-    def begin(self) -> PersistentLoader[S]:
-        """Continue at the place of `sampler`: with the batches that are loaded already, if they follow."""
-        if not self.continues:
-            assert self._loader is not None
-            self._loaded = iter(self._loader)
-            self._next = self.sampler.place
-            self.step = StepPlan(self.sampler.place.plan)
-        return self
-
-    def __next__(self) -> Any:
-        assert self._next is not None
-        place, self._next = self._next, None
-        batch = super().__next__()
-        self._next = place.after(self.step.plan)
+        assert position is not None
+        self.position = position + self.step.plan.replicas * self.step.plan.local_bsz
         return batch
 
     def close(self) -> None:
-        """End the worker processes. The processes of a DataLoader end with the last reference to it."""
-        self._loader = self._next = None
+        """Let the worker processes end, with the last reference to their DataLoader."""
         self._loaded = iter(())
