@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adascale_worker.process.device import GpuMonitor, GpuUse, monitor_of
+from adascale_worker.process.device import GpuMonitor, monitor_of
 
 LIBRARY = r"""
 #include <string.h>
@@ -48,20 +48,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
-        (["GPU-known", "MIG-known"], GpuUse(0.75, 0.25)),
+        (["GPU-known", "MIG-known"], (0.75, 0.25)),
         # The use of an instance is not measured.
-        (["GPU-instance", "MIG-known"], GpuUse(None, 0.25)),
-        (["GPU-unknown"], GpuUse()),
+        (["GPU-instance", "MIG-known"], (None, 0.25)),
+        (["GPU-unknown"], (None, None)),
     ],
 )
-def test_a_gpu_is_read_by_its_id(library: str, ids: list[str], expected: GpuUse) -> None:
+def test_a_gpu_is_read_by_its_id(
+    library: str, ids: list[str], expected: tuple[float | None, float | None]
+) -> None:
     assert GpuMonitor(ids, library).read() == expected
 
 
 @pytest.mark.parametrize("library", ["libnothing.so", "libc.so.6"])
 def test_without_nvml_nothing_is_measured(library: str) -> None:
-    assert GpuMonitor(["GPU-known"], library).read() == GpuUse()
-    assert monitor_of(torch.device("cpu")).read() == GpuUse()
+    assert GpuMonitor(["GPU-known"], library).read() == (None, None)
+    assert monitor_of(torch.device("cpu")).read() == (None, None)
 
 
 @pytest.mark.gpu
@@ -69,7 +71,7 @@ def test_the_memory_of_a_real_gpu_is_read() -> None:
     device = torch.device("cuda", 0)
     kept = torch.zeros(2**28, device=device)
     torch.cuda.synchronize()
-    found = monitor_of(device).read()
-    assert found.memory is not None
-    assert found.memory >= kept.nbytes / torch.cuda.get_device_properties(device).total_memory
-    assert found.use is None or 0 <= found.use <= 1
+    use, memory = monitor_of(device).read()
+    assert memory is not None
+    assert memory >= kept.nbytes / torch.cuda.get_device_properties(device).total_memory
+    assert use is None or 0 <= use <= 1

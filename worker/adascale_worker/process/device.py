@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -214,40 +213,15 @@ LIBRARY: Final = "libnvidia-ml.so.1"
 _SUCCESS: Final = 0
 
 
-class _Utilization(ctypes.Structure):
-    """nvmlUtilization_t: percent of the last sample period."""
-
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t: bytes."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-@dataclass(frozen=True)
-class GpuUse:
-    """The use of a GPU."""
-
-    # the share of the last moments in which it computed, from 0 to 1; None if it is not measured, as for
-    # a MIG instance
-    use: float | None = None
-    # the share of its memory that all its processes use, from 0 to 1; None if unknown
-    memory: float | None = None
-
-
 class GpuMonitor:
-    """Reads the use of a GPU, if it has an NVML."""
+    """Reads the use of a GPU, if it has an NVML, by one of its ids."""
 
     def __init__(self, ids: Sequence[str] = (), library: str = LIBRARY) -> None:
         self._nvml: Any = None
         self._device = ctypes.c_void_p()
-        if not ids:
-            return
         try:
-            nvml = ctypes.CDLL(library)
-            if nvml.nvmlInit_v2() != _SUCCESS:
+            nvml = ctypes.CDLL(library) if ids else None
+            if nvml is None or nvml.nvmlInit_v2() != _SUCCESS:
                 return
             for each in ids:
                 place = ctypes.byref(self._device)
@@ -257,21 +231,21 @@ class GpuMonitor:
         except (OSError, AttributeError):
             return  # no NVIDIA driver, or one without these functions
 
-    def read(self) -> GpuUse:
-        """Return the present use. Takes microseconds, and does not wait for the GPU."""
+    def read(self) -> tuple[float | None, float | None]:
+        """Return the share of the last moments in which it computed, and of its memory that is used.
+
+        None for what is not measured, as the first of a MIG instance. Takes microseconds, and does not wait.
+        """
         if self._nvml is None:
-            return GpuUse()
-        utilization, memory = _Utilization(), _Memory()
-        use: float | None = None
-        used: float | None = None
-        if self._nvml.nvmlDeviceGetUtilizationRates(self._device, ctypes.byref(utilization)) == _SUCCESS:
-            use = min(utilization.gpu / 100, 1.0)
-        if (
-            self._nvml.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory)) == _SUCCESS
-            and memory.total
-        ):
-            used = min(memory.used / memory.total, 1.0)
-        return GpuUse(use, used)
+            return None, None
+        # nvmlUtilization_t: percent for the GPU and its memory. nvmlMemory_t: bytes in all, free and used.
+        percent, memory = (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
+        measures = self._nvml.nvmlDeviceGetUtilizationRates(self._device, ctypes.byref(percent)) == _SUCCESS
+        knows = self._nvml.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory)) == _SUCCESS
+        return (
+            min(percent[0] / 100, 1.0) if measures else None,
+            min(memory[2] / memory[0], 1.0) if knows and memory[0] else None,
+        )
 
 
 def monitor_of(device: torch.device) -> GpuMonitor:

@@ -251,7 +251,8 @@ class Telemetry:
         if sync_time is not None:
             self.step_timer.add_sync_time(plan, self._group.nodes, sync_time)
         step_time = self.step_timer.lap()
-        metrics, gpu, adascale = self._metrics(), self._gpu.read(), optimizer.slowest
+        metrics, adascale = self._metrics(), optimizer.slowest
+        gpu_use, gpu_memory = self._gpu.read()
         gain = adascale.gain()
         lr_factor = adascale.statistics.rule.lr_factor(gain)
         report = GainReport(
@@ -276,8 +277,8 @@ class Telemetry:
             lr_factor=lr_factor,
             lr=float(adascale.param_groups[0]["lr"]) * lr_factor,
             sync_time=sync_time,
-            gpu_use=gpu.use,
-            gpu_memory=gpu.memory,
+            gpu_use=gpu_use,
+            gpu_memory=gpu_memory,
             metrics=metrics,
             accelerator=self._accelerator,
             counts_samples=progress.counts_samples,
