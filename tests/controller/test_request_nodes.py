@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.schedule import candidate, scheduler
+from adascale_controller.operator.schedule import pod_memory, scheduler
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.schedule import capacity_requests
 from adascale_core import names
@@ -75,7 +75,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     """A cluster whose operator requests nodes, and measures durations on the cluster's clock."""
     made = FakeCluster(types=["a100"], node_slots=1, request_nodes=True)
     clock = SimpleNamespace(monotonic=lambda: made.now, thread_time=time.thread_time, time=time.time)
-    for module in (scheduler, candidate):
+    for module in (scheduler, pod_memory):
         monkeypatch.setattr(module, "time", clock)
     return made
 

@@ -271,7 +271,7 @@ def test_the_free_resources_are_computed_once_however_many_jobs_have_spares(
         computed.append(given)
         return free_nodes(*given)
 
-    monkeypatch.setattr("adascale_controller.operator.schedule.candidate.free_nodes", count)
+    monkeypatch.setattr("adascale_controller.operator.schedule.pod_memory.free_nodes", count)
     # The second spare of each job is on no node.
     each = with_spares(1, 2, pods=[pod(0), pod(1)])
     resources = [

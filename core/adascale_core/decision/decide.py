@@ -15,7 +15,7 @@ counts: without new measurements, the same input gives the same decision, and th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, nextafter
 from types import MappingProxyType
@@ -155,6 +155,12 @@ class TypedDemands:
         """What it requests of nodes of its present type, if it has one."""
         return self.any if self.present is None else self.by_type[self.present]
 
+    @property
+    def apart_from_replicas(self) -> object:
+        """What it requests apart from the nodes and the type of its replicas, to be compared."""
+        nodes = {name: demand.nodes for name, demand in self.by_type.items()}
+        return replace(self.any, placed={}), nodes, self.required
+
     def accelerator(self, name: str | None) -> Accelerator:
         """Return a type as that of a decision. None if the job is not tied to a type."""
         return Accelerator(name, required=name in self.required)
@@ -173,6 +179,16 @@ class Contender:
         if accelerator is None:
             return self.state, self.types.any
         return self.states[accelerator], self.types.by_type[accelerator]
+
+    def decided_type(self, decision: Decision | None) -> str | None:
+        """Return the type of a decision. None if it has none, or none on which the job may run now."""
+        accelerator = decision.accelerator if decision is not None else None
+        name = accelerator.type if accelerator is not None else None
+        return name if name in self.types.by_type else None
+
+    def decided_state(self, decision: Decision | None) -> JobState:
+        """Return its state on the type of a decision, if it may run on that now."""
+        return self.on(self.decided_type(decision))[0]
 
     @property
     def smallest(self) -> int | None:
@@ -224,6 +240,11 @@ def decide(
         [state for state, _ in chosen], capacity, before.problems, choice, fairness=fairness
     )
     decisions = {job: each for problem in problems for job, each in problem.decide(now).items()}
+    if choice is not None:
+        for each in ordered:
+            name = each.state.id
+            accelerator = each.types.accelerator(types.get(name))
+            decisions[name] = replace(decisions[name], accelerator=accelerator)
     return Solution(decisions, problems, choice, demands)
 
 

@@ -12,15 +12,14 @@ from types import MappingProxyType
 from adascale_controller.formatting import plural
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.schedule.candidate import (
-    Candidate,
+from adascale_controller.operator.schedule.nodes import AcceleratorTypes, NodeSelection
+from adascale_controller.operator.schedule.pod_memory import (
     PodMemory,
     Resources,
     SparePods,
     find_preempting,
-    make_candidate,
+    make_contender,
 )
-from adascale_controller.operator.schedule.nodes import AcceleratorTypes, NodeSelection
 from adascale_controller.operator.types.actions import Schedule
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.schedule.capacity_requests import (
@@ -38,7 +37,7 @@ from adascale_controller.schedule.standing import (
     requested,
     still_applies,
 )
-from adascale_core.decision.decide import Decision, Solution, TypedDemands, capacity_of, decide
+from adascale_core.decision.decide import Contender, Decision, Solution, TypedDemands, capacity_of, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.placement.packing import Demand
@@ -64,7 +63,8 @@ BURST = 1.0
 class DecisionInput:
     """The jobs and the nodes that a decision is about, at one moment."""
 
-    candidates: Mapping[str, Candidate]  # job id -> the job, of all jobs that may run
+    contenders: Mapping[str, Contender]  # job id -> the job, of all jobs that may run
+    observed: Mapping[str, ObservedJob]  # job id -> the same as they were last observed
     resources: Resources
     before: DecisionResult | None  # the last decision. None if there is none.
     same_jobs: bool  # whether no job has changed since the last decision
@@ -130,7 +130,7 @@ class Scheduler:
         """Drop the memory of all AdaScaleJobs with other uids."""
         self._memories = {uid: memory for uid, memory in self._memories.items() if uid in uids}
         for job_id, job in list(self._jobs.items()):
-            if job.candidate.observed.resource.uid not in uids:
+            if job.observed.resource.uid not in uids:
                 self.remove(job_id)
 
     def set_resources(self, nodes: Sequence[ApiObject] | None, pods: Sequence[Pod]) -> None:
@@ -141,33 +141,29 @@ class Scheduler:
         if selects_others:
             self._accelerator_types = AcceleratorTypes(self._accelerator_label, nodes or ())
         for job in self._jobs.values():
-            observed = job.candidate.observed
-            failed = job.backoff.failed_placement(observed.now)
-            if selects_others or observed.missing_spares or failed is not None:
-                self._replace(job, self._candidate(job, observed, self._demands(job, observed)))
+            failed = job.backoff.failed_placement(job.observed.now)
+            if selects_others or job.observed.missing_spares or failed is not None:
+                self._replace(job, self._demands(job))
 
     def update(self, job: ObservedJob) -> None:
         """Use this state of a job that may run from now on."""
-        job_id, uid, known = job.resource.id, job.resource.uid, self._jobs.get(job.resource.id)
-        if known is not None and known.candidate.observed.resource.uid != uid:
+        job_id, known = job.resource.id, self._jobs.get(job.resource.id)
+        memory = self._memories.setdefault(job.resource.uid, PodMemory())
+        if known is not None and known is not memory:
             # Another AdaScaleJob of this name.
             self.remove(job_id)
-            known = None
-        memory = self._memories.setdefault(uid, PodMemory())
         memory.observe_spec(job, self._templates)
         self._update_spares(job)
-        types = self._demands(memory, job)
-        memory.observe(job, types, lambda: self._fitting(job_id, types))
-        if known is None:
-            memory.begin()
+        types = self._demands(memory)
+        memory.observe(types, lambda: self._fitting(job_id, types))
         memory.requested = None
-        candidate = self._candidate(memory, job, types)
-        if known is None:
-            memory.candidate = candidate
-            self._jobs[job_id] = memory
-            self._jobs_changed = True
-        else:
-            self._replace(memory, candidate)
+        if known is memory:
+            self._replace(memory, types)
+            return
+        memory.begin()
+        self._renew(memory, types)
+        self._jobs[job_id] = memory
+        self._jobs_changed = True
 
     def _update_spares(self, job: ObservedJob) -> None:
         """Count the spares of a job that are on nodes as taken."""
@@ -181,19 +177,23 @@ class Scheduler:
             self._resources = self._resources.with_spares(tuple(self._spares.values()))
             self._resources_changed = True
 
-    def _replace(self, job: PodMemory, candidate: Candidate) -> None:
-        """Use another state of a job, and record whether that makes a decision due."""
-        before, job.candidate = job.candidate, candidate
+    def _replace(self, job: PodMemory, types: TypedDemands) -> None:
+        """Compute the state of a job again, and record whether that makes a decision due."""
+        before = job.contender
+        self._renew(job, types)
+        present = job.contender
         kept = job.standing or Decision(before.state.replicas, "")
         decided_type = kept.accelerator.type if kept.accelerator is not None else None
         if (
-            not still_applies(candidate.decided_state(kept), before.decided_state(kept), kept)
-            or not candidate.has_same_demand(before)
-            or candidate.types.present not in (before.types.present, decided_type)
+            not still_applies(present.decided_state(kept), before.decided_state(kept), kept)
+            or present.types.apart_from_replicas != before.types.apart_from_replicas
+            or present.types.present not in (before.types.present, decided_type)
         ):
             self._jobs_changed = True
-        elif (candidate.state, candidate.states) != (before.state, before.states) or (
-            candidate.types.any != before.types.any
+        elif (present.state, present.states, present.types.any) != (
+            before.state,
+            before.states,
+            before.types.any,
         ):
             self._measurements_changed = True
 
@@ -205,11 +205,13 @@ class Scheduler:
         job = self._jobs.get(job_id)
         if job is not None:
             job.requested = replicas
-            self._renew(job)
+            self._renew(job, job.contender.types)
 
-    def _renew(self, job: PodMemory) -> None:
-        """Compute the state of a job again, with what was observed before."""
-        job.candidate = self._candidate(job, job.candidate.observed, job.candidate.types)
+    def _renew(self, job: PodMemory, types: TypedDemands) -> None:
+        """Compute the state of a job from what was last observed."""
+        fitting = partial(self._fitting, job.observed.resource.id, types)
+        job.contender = make_contender(job, types, fitting)
+        job.reported = job.measurements.template.reported
 
     def remove(self, job_id: str) -> None:
         """Drop a job that may not run, or is gone."""
@@ -249,48 +251,46 @@ class Scheduler:
     def decision_input(self) -> DecisionInput:
         """Return what a decision is about now."""
         for job in self._jobs.values():
-            if job.candidate.template != job.measurements.template.reported:
-                self._renew(job)
+            if job.reported != job.measurements.template.reported:
+                self._renew(job, job.contender.types)
                 self._measurements_changed = True
         same_jobs = not (self._jobs_changed or self._measurements_changed)
         self._jobs_changed = self._resources_changed = self._measurements_changed = False
-        return DecisionInput(self._candidates, self._resources, self._result, same_jobs)
+        observed = {job_id: job.observed for job_id, job in self._jobs.items()}
+        return DecisionInput(self._contenders, observed, self._resources, self._result, same_jobs)
 
     def solve(self, given: DecisionInput) -> DecisionResult:
         """Return the replica count of each job. To be called in a thread, one at a time."""
         begun = time.thread_time()
         # Durations are measured on the monotonic clock, so the decision gets its time from it too.
         now = time.monotonic()
-        before, candidates, resources = given.before, given.candidates, given.resources
+        before, contenders, resources = given.before, given.contenders, given.resources
         same_jobs = given.same_jobs and before is not None and now < before.next_change
         if before is not None and same_jobs and before.input.resources.free == resources.free:
             cost = max(before.cost, time.thread_time() - begun)
             return replace(before, input=given, cost=cost)
         solution = decide(
-            candidates.values(),
-            resources.places(candidates.values()),
+            contenders.values(),
+            resources.places(contenders.values()),
             now,
             before.solution if before is not None else Solution(),
             fairness=self._fairness,
         )
-        choice, decided = solution.choice, solution.decisions.items()
-        decisions = {job: candidates[job].with_type(each, choice) for job, each in decided}
-        solution = replace(solution, decisions=decisions)
         next_change = min((problem.next_change(now) for problem in solution.problems), default=inf)
-        preempting = find_preempting(candidates.values(), solution, resources)
-        growing = {job_id for job_id, each in candidates.items() if self._may_request_nodes(each)}
-        growth = find_growth(solution.problems, decisions, growing, now)
+        preempting = find_preempting(contenders.values(), solution, resources)
+        growing = {job_id for job_id, each in given.observed.items() if self._may_request_nodes(each)}
+        growth = find_growth(solution.problems, solution.decisions, growing, now)
         cost = time.thread_time() - begun
         return DecisionResult(given, solution, now, next_change, cost, preempting, growth)
 
     def adopt(self, result: DecisionResult, now: float) -> set[str]:
         """Use a decision, except about jobs that have changed since, and return the jobs to look at again."""
-        decisions, known = result.solution.decisions, result.input.candidates
+        decisions, known = result.solution.decisions, result.input.contenders
         outdated = {
             job_id
             for job_id, job in self._jobs.items()
             if (each := decisions.get(job_id)) is not None
-            and not still_applies(job.candidate.decided_state(each), known[job_id].decided_state(each), each)
+            and not still_applies(job.contender.decided_state(each), known[job_id].decided_state(each), each)
         }
         may_grow, changed = self._still_fits(result, outdated), set()
         without_decision = self._without_decision()
@@ -298,7 +298,7 @@ class Scheduler:
             decision = decisions.get(job_id)
             if decision is None or job_id in outdated:
                 continue
-            if not may_grow and decision.replicas > job.candidate.decided_state(decision).replicas:
+            if not may_grow and decision.replicas > job.contender.decided_state(decision).replicas:
                 outdated.add(job_id)
                 continue
             if job.standing is None or requested(job.standing) != requested(decision):
@@ -339,13 +339,12 @@ class Scheduler:
         self._explain_cost = time.thread_time() - begun
         pause = 0.0 if self._is_explained else self._explain_cost / MAX_SHARE
         self._explain_at = time.monotonic() + pause
-        candidates = result.input.candidates
-        return [self._with_extra_pods(candidates[job], each) for job, each in found.items()]
+        return [self._with_extra_pods(result.input.observed[job], each) for job, each in found.items()]
 
     @staticmethod
-    def _with_extra_pods(candidate: Candidate, explained: DecisionView) -> DecisionView:
+    def _with_extra_pods(observed: ObservedJob, explained: DecisionView) -> DecisionView:
         """Return an explained decision that says which replicas may be taken at any time."""
-        job, core = candidate.observed.resource.job, candidate.observed.core
+        job, core = observed.resource.job, observed.core
         if core is None or job is None or job.spec.opportunistic is None:
             return explained
         name = job.spec.opportunistic.priority_class_name[:100]
@@ -374,17 +373,17 @@ class Scheduler:
         job = self._jobs.get(job_id)
         if job is None:
             return None
-        candidate = job.candidate
-        decision = holding(job.standing, candidate.decided_state(job.standing))
+        contender = job.contender
+        decision = holding(job.standing, contender.decided_state(job.standing))
         if decision is None:
             return None
         if _is_about_another_type(job):
-            replicas = candidate.state.replicas
+            replicas = contender.state.replicas
             return Decision(replicas, "unchanged") if replicas else None
-        decided_type = candidate.decided_type(decision)
+        decided_type = contender.decided_type(decision)
         if decided_type is not None:
             # The type is what was decided. Whether its pods have to require it depends on where they are now.
-            decision = replace(decision, accelerator=candidate.types.accelerator(decided_type))
+            decision = replace(decision, accelerator=contender.types.accelerator(decided_type))
         request = self._request(job, decision)
         if request is not None:
             return replace(decision, replicas=request.count, reason=request.message, waiting=False)
@@ -400,8 +399,8 @@ class Scheduler:
         The Kubernetes scheduler would preempt pods of these jobs for a pending pod, and others than those
         that leave.
         """
-        now, state = job.candidate.observed.now, job.candidate.state
-        leaving = self._leaving_for(job.candidate) if decision.replicas > state.replicas else None
+        now, state = job.observed.now, job.contender.state
+        leaving = self._leaving_for(job) if decision.replicas > state.replicas else None
         if leaving is None:
             job.held_since = None
             return decision
@@ -414,16 +413,16 @@ class Scheduler:
         )
         return replace(decision, replicas=state.replicas, reason=reason, waiting=state.replicas == 0)
 
-    def _leaving_for(self, candidate: Candidate) -> str | None:
+    def _leaving_for(self, job: PodMemory) -> str | None:
         """Return a job of lower priority whose replicas are about to leave nodes that a job may use."""
-        nodes, priority = candidate.types.any.nodes, candidate.growth_priority
-        if priority == min(each.growth_priority for each in self._candidates.values()):
+        nodes, priority = job.contender.types.any.nodes, job.growth_priority
+        if priority == min(each.growth_priority for each in self._jobs.values()):
             return None
         for other in self._jobs.values():
-            if other.candidate is candidate or other.candidate.growth_priority >= priority:
+            if other.growth_priority >= priority:
                 continue
-            observed = other.candidate.observed
-            kept = other.standing.replicas if other.standing is not None else other.candidate.state.replicas
+            observed = other.observed
+            kept = other.standing.replicas if other.standing is not None else other.contender.state.replicas
             for pod in observed.pods:
                 may_leave = pod.rank >= kept + observed.spares and not pod.has_ended
                 if may_leave and (nodes is None or pod.node in nodes):
@@ -434,12 +433,12 @@ class Scheduler:
 
     def _request(self, job: PodMemory, decision: Decision) -> CapacityRequest | None:
         """Return the count that a job requests although it does not fit, which may be a new request."""
-        candidate, requests, now = job.candidate, job.requests, job.candidate.observed.now
+        contender, requests, now = job.contender, job.requests, job.observed.now
         job.is_postponed = False
         active = requests.active
         if active is not None:
-            limit = candidate.state.limit
-            is_allowed = limit is None or active.count <= max(limit, candidate.smallest or 0)
+            limit = contender.state.limit
+            is_allowed = limit is None or active.count <= max(limit, contender.smallest or 0)
             if requests.granted and job.granted_after == inf:
                 # The decisions so far do not count its replicas.
                 job.granted_after = time.monotonic()
@@ -462,33 +461,33 @@ class Scheduler:
 
     def _due_request(self, job: PodMemory, decision: Decision) -> tuple[RequestKind, int] | None:
         """Return why to request which count of a job that does not fit. None if there is no reason to."""
-        candidate, observed = job.candidate, job.candidate.observed
-        result, smallest, job_id = self._result, candidate.smallest, candidate.state.id
+        contender, observed = job.contender, job.observed
+        result, smallest, job_id = self._result, contender.smallest, contender.state.id
         if result is None or smallest is None:
             return None
         if not decision.waiting:
             count = result.growth.get(job_id)
-            is_settled = decision.replicas == candidate.state.replicas == observed.training_replicas
+            is_settled = decision.replicas == contender.state.replicas == observed.training_replicas
             may_grow = (
                 is_settled
                 and job.backoff.failed_placement(observed.now) is None
-                and self._may_request_nodes(candidate)
+                and self._may_request_nodes(observed)
             )
             return (NODES, count) if count is not None and count > decision.replicas and may_grow else None
         if job_id in result.preempting:
             return PREEMPTION, smallest
-        if self._may_request_nodes(candidate):
+        if self._may_request_nodes(observed):
             return NODES, smallest
         return None
 
-    def _may_request_nodes(self, candidate: Candidate) -> bool:
+    def _may_request_nodes(self, observed: ObservedJob) -> bool:
         """Whether a job may request replicas that do not fit, so that an autoscaler adds nodes."""
-        of_job = candidate.observed.resource.valid_job.spec.request_nodes
+        of_job = observed.resource.valid_job.spec.request_nodes
         return self._request_nodes if of_job is None else of_job
 
     def _waiting_reason(self, job: PodMemory, reason: str) -> str:
         """Return the reason of a decision that a job waits for capacity, with what keeps it from nodes."""
-        observed = job.candidate.observed
+        observed = job.observed
         obstacles = self._node_selection.obstacles(observed.pod_spec, job.request)
         problem = observed.admission.problem
         refusal = job.requests.describe_refusal(observed.now)
@@ -513,14 +512,14 @@ class Scheduler:
         demands, counts = {}, {}
         for job_id, job in self._jobs.items():
             decision = result.solution.decisions.get(job_id) if job_id not in stale else None
-            demands[job_id] = job.candidate.on(job.candidate.decided_type(decision))[1]
+            demands[job_id] = job.contender.on(job.contender.decided_type(decision))[1]
             if decision is not None:
                 replicas = decision.replicas
             else:
-                replicas = max(job.candidate.state.replicas, job.standing.replicas if job.standing else 0)
+                replicas = max(job.contender.state.replicas, job.standing.replicas if job.standing else 0)
             if replicas:
                 counts[job_id] = replicas
-        places = present.places(self._candidates.values())
+        places = present.places(self._contenders.values())
         return capacity_of(places, demands, result.solution.problems).fits(counts)
 
     # -- one job --------------------------------------------------------------------------------------------
@@ -536,13 +535,14 @@ class Scheduler:
         return min(memory.backoff.next_due(job.now), memory.requests.next_due(job.now), postponed, held)
 
     @property
-    def _candidates(self) -> dict[str, Candidate]:
-        return {job_id: job.candidate for job_id, job in self._jobs.items()}
+    def _contenders(self) -> dict[str, Contender]:
+        return {job_id: job.contender for job_id, job in self._jobs.items()}
 
-    def _demands(self, memory: PodMemory, observed: ObservedJob) -> TypedDemands:
+    def _demands(self, job: PodMemory) -> TypedDemands:
         """Return the requests of a job to nodes of any type of accelerator, and to nodes of each type."""
+        observed = job.observed
         demand = Demand(
-            request=memory.request,
+            request=job.request,
             nodes=self._node_selection.eligible(observed.placement_spec),
             placed=observed.replica_pods[0],
             one_node=observed.single_node,
@@ -551,15 +551,10 @@ class Scheduler:
             return TypedDemands(demand)
         return self._accelerator_types.demands(observed, demand)
 
-    def _candidate(self, memory: PodMemory, observed: ObservedJob, types: TypedDemands) -> Candidate:
-        """Return a job as the decision sees it."""
-        fitting = partial(self._fitting, observed.resource.id, types)
-        return make_candidate(observed, memory, types, fitting)
-
     def _fitting(self, job_id: str, types: TypedDemands) -> int:
         """Return how many replicas of a job seem to fit."""
         problems = self._result.solution.problems if self._result is not None else ()
-        places = self._resources.places(self._candidates.values())
+        places = self._resources.places(self._contenders.values())
         capacity = capacity_of(places, {job_id: types.on_present}, problems)
         return capacity.max_replicas(job_id)
 
@@ -572,4 +567,4 @@ def _is_about_another_type(job: PodMemory) -> bool:
     accelerator = job.standing.accelerator if job.standing is not None else None
     if accelerator is None or accelerator.type is None:
         return False
-    return job.candidate.types.present not in (job.present_type, accelerator.type)
+    return job.contender.types.present not in (job.present_type, accelerator.type)

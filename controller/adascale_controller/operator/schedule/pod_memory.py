@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from types import MappingProxyType
@@ -27,7 +27,6 @@ from adascale_controller.schedule.measurements import TemplateMeasurements, trai
 from adascale_controller.schedule.memory import JobMemory, Limit, lowest
 from adascale_core.decision.decide import Contender, Decision, Solution, TypedDemands
 from adascale_core.decision.job_utility import JobState
-from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Node
 from adascale_core.views.jobs import JobView
@@ -40,8 +39,12 @@ class PodMemory(JobMemory):
     trying it again would cost a failure of the program.
     """
 
-    candidate: Candidate
+    observed: ObservedJob
+    """The job as it was last observed."""
+    contender: Contender
     """The job as the decision sees it."""
+    reported: tuple[object, ...]
+    """What jobs of its template had reported when `contender` was computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,16 +77,23 @@ class PodMemory(JobMemory):
         """Since when it waits for replicas of jobs of lower priority to leave, in seconds since 1970."""
 
     def observe_spec(self, job: ObservedJob, templates: TemplateMeasurements) -> None:
-        """Record what a pod of a job requests, and the template that it belongs to."""
+        """Record a job, what a pod of it requests, and the template that it belongs to."""
+        self.observed = job
         if self._spec is not job.pod_spec:
             self._spec, self.request = job.pod_spec, pod_request(job.pod_spec)
         if self._generation != job.resource.generation:
             self._generation = job.resource.generation
             self.measurements.template = templates.of(_program(job.resource))
 
-    def observe(self, observed: ObservedJob, types: TypedDemands, fitting: Callable[[], int]) -> None:
-        """Record the state of a job."""
-        view, now = observed.view, time.monotonic()
+    @property
+    def growth_priority(self) -> int:
+        """The priority of the pods that it gets or loses next, beyond its smallest count."""
+        extra, core, state = self.observed.admission.extra_priority, self.observed.core, self.contender.state
+        return state.priority if extra is None or core is None or state.replicas < core else extra
+
+    def observe(self, types: TypedDemands, fitting: Callable[[], int]) -> None:
+        """Record the state of the job."""
+        observed, view, now = self.observed, self.observed.view, time.monotonic()
         self.measurements.update(view, now)
         if self.digest != observed.digest:
             # The program is another, or the operator has been restarted.
@@ -147,54 +157,9 @@ def _program(job: AdaScaleJob) -> str:
     return digest_of([job.namespace, job.valid_job.spec.batch_size, job.template])
 
 
-@dataclass(frozen=True)
-class Candidate(Contender):
-    """A job on pods that may run."""
-
-    observed: ObservedJob = field(kw_only=True)
-    # what jobs of its template had reported when the state was computed
-    template: tuple[object, ...] = field(kw_only=True)
-
-    def decided_state(self, decision: Decision | None) -> JobState:
-        """Return its state on the type of a decision, if it may run on that now."""
-        return self.on(self.decided_type(decision))[0]
-
-    def decided_type(self, decision: Decision | None) -> str | None:
-        """Return the type of a decision. None if it has none, or none on which the job may run now."""
-        accelerator = decision.accelerator if decision is not None else None
-        name = accelerator.type if accelerator is not None else None
-        return name if name in self.types.by_type else None
-
-    @property
-    def growth_priority(self) -> int:
-        """The priority of the pods that it gets or loses next, beyond its smallest count."""
-        extra = self.observed.admission.extra_priority
-        core = self.observed.core
-        return self.state.priority if extra is None or core is None or self.state.replicas < core else extra
-
-    def with_type(self, decision: Decision, choice: TypeChoice | None) -> Decision:
-        """Return a decision about it with the type that was chosen."""
-        if choice is None:
-            return decision
-        return replace(decision, accelerator=self.types.accelerator(choice.types.get(self.state.id)))
-
-    def has_same_demand(self, other: Candidate) -> bool:
-        """Whether two candidates request the same, apart from the nodes and the type of their replicas."""
-
-        def compared(each: Candidate) -> object:
-            nodes = {name: demand.nodes for name, demand in each.types.by_type.items()}
-            return replace(each.types.any, placed={}), nodes, each.types.required
-
-        return compared(self) == compared(other)
-
-
-def make_candidate(
-    observed: ObservedJob,
-    memory: PodMemory,
-    types: TypedDemands,
-    fitting: Callable[[], int],
-) -> Candidate:
+def make_contender(memory: PodMemory, types: TypedDemands, fitting: Callable[[], int]) -> Contender:
     """Return a job as the decision sees it. Changes nothing."""
+    observed = memory.observed
     job, view = observed.resource.valid_job, observed.view
     spec, measured = job.declaration, memory.measurements
     target = training_target(spec, view)
@@ -234,13 +199,7 @@ def make_candidate(
         name: completed(each, accelerator=name, moves=types.present is not None and name != types.present)
         for name, each in on_types.items()
     }
-    return Candidate(
-        completed(state),
-        types,
-        states,
-        observed=observed,
-        template=measured.template.reported,
-    )
+    return Contender(completed(state), types, states)
 
 
 def _limit_of_extra_pods(observed: ObservedJob) -> Limit:
@@ -316,9 +275,9 @@ class Resources:
         """The lowest priority of those pods that are on a node. None if there are none."""
         return min((pod.priority or 0 for pod in self.pods if pod.node), default=None)
 
-    def places(self, candidates: Iterable[Candidate]) -> Sequence[Node] | int:
+    def places(self, contenders: Iterable[Contender]) -> Sequence[Node] | int:
         """Return the free nodes, or where they are not known, how many replicas there can be."""
-        return sum(each.state.max_replicas for each in candidates) if self.free is None else self.free
+        return sum(each.state.max_replicas for each in contenders) if self.free is None else self.free
 
 
 def _without(node: Node, taken: Mapping[str, int]) -> Node:
@@ -326,15 +285,15 @@ def _without(node: Node, taken: Mapping[str, int]) -> Node:
 
 
 def find_preempting(
-    candidates: Iterable[Candidate], solution: Solution, resources: Resources
+    contenders: Iterable[Contender], solution: Solution, resources: Resources
 ) -> frozenset[str]:
     """Return the jobs without replicas whose smallest count fits if pods of lower priority are preempted."""
     lowest, decisions = resources.lowest_priority, solution.decisions
     counts = {job_id: decision.replicas for job_id, decision in decisions.items() if decision.replicas}
     found: set[str] = set()
     free: dict[int, Sequence[Node]] = {}
-    for candidate in sorted(candidates, key=lambda each: each.state.admission_order):
-        state, smallest = candidate.state, candidate.smallest
+    for contender in sorted(contenders, key=lambda each: each.state.admission_order):
+        state, smallest = contender.state, contender.smallest
         if not decisions[state.id].waiting or not state.preempts or smallest is None:
             continue
         if lowest is None or state.priority <= lowest:
