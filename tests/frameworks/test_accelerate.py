@@ -440,7 +440,7 @@ def remove_wrapper(accelerator: Any, model: Any, optimizer: Any, batches: Any) -
 
 
 def no_optimizer(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> None:
-    accelerator._trained_optimizers.clear()
+    accelerator._optimizers.clear()
     accelerator.epochs(1)
 
 

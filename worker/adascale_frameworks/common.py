@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -150,6 +150,42 @@ class ReplacedLoader:
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+class ElasticLoader(ReplacedLoader):
+    """Takes the place of a `DataLoader` for training, whose batches the trainer delivers.
+
+    For errors, `what` is where the loader is from, and `way` how the program gives `{}=` in its place.
+    """
+
+    def __init__(
+        self,
+        loader: object,
+        what: str,
+        way: str,
+        begin: Callable[[Any], Iterator[Any]],  # gets this object; iterates over the batches of an epoch
+        *,
+        has_order: bool = False,  # whether the program gives it in another way
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            raise DatasetError(
+                f"{what} is of type {type(loader).__name__}, but the trainer divides the samples among the "
+                "replicas: pass a torch.utils.data.DataLoader"
+            )
+        super().__init__(loader)
+        self._begin = begin
+        self.batch_size = require_batch_size(loader, what, way.format("lengths"))
+        self.samples = len(loader.dataset)  # type: ignore[arg-type]
+        sampler, way = loader.sampler, way.format("order")
+        self.order = {} if has_order else order_of(sampler, self.samples, what, way)
+        """Arguments for `ElasticTrainer.dataloader` that choose the order of samples."""
+
+    def __len__(self) -> int:
+        """Return the steps at the initial batch size in an epoch, rounded up."""
+        return max(1, math.ceil(self.samples / self.batch_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin(self)
 
 
 class ReportedValues:

@@ -1,4 +1,11 @@
-"""`ElasticAccelerator`: Accelerate's `Accelerator` for an elastic job."""
+"""`ElasticAccelerator`: Accelerate's `Accelerator` for an elastic job.
+
+Accelerate reads its rank and the number of processes once, when the process starts. Here they may change
+between two steps. So its states begin as those of a process that runs alone, which wraps no model, and get
+the present replicas when training has begun: its functions that communicate use torch's default process
+group, which is that of the replicas. The prepared objects are those of the program, which no public method
+adds to the lists from which `Accelerator` saves, and unscales gradients.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +22,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, DistributedType, PartialState, is_initialized
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -22,27 +30,19 @@ from accelerate.utils import (
     recursively_apply,
     send_to_device,
 )
-from torch.utils.data import DataLoader
 
 from adascale_core.names import ENV_JOB_ID
-from adascale_frameworks.accelerate import private
-from adascale_frameworks.accelerate.private import AccelerateStates, require_first
 from adascale_frameworks.common import (
-    ReplacedLoader,
+    ElasticLoader,
     TrainerOptions,
     hide_launcher,
     options_of,
-    order_of,
-    require_batch_size,
 )
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.trainer import ElasticTrainer
 
 _EPOCHS = "for epoch in accelerator.epochs(num_epochs)"
-
-_WHAT = "the DataLoader that accelerator.prepare() got"
-_WAY = "accelerator.trainer.dataloader(dataset, {}=...)"
 
 _SHARDED = "each replica of an elastic job has the whole model"
 _ARGUMENTS = (
@@ -93,7 +93,45 @@ def refuse_unsupported(arguments: Mapping[str, Any], environ: Mapping[str, str])
             )
 
 
-class ElasticDataLoader(ReplacedLoader):
+class AccelerateStates:
+    """Sets the rank and the number of replicas in Accelerate's states."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._set: tuple[int, int] | None = None
+        for state in self._states():
+            state.device = device
+
+    @staticmethod
+    def _states() -> list[Any]:
+        # AcceleratorState has copies of the values of PartialState.
+        return [PartialState(), AcceleratorState()]
+
+    def set(self, rank: int, replicas: int) -> None:
+        """Set the rank, and the number of replicas; 1 before training has begun."""
+        if self._set == (rank, replicas):
+            return
+        self._set = rank, replicas
+        together = DistributedType.MULTI_GPU if self._device.type == "cuda" else DistributedType.MULTI_CPU
+        for state in self._states():
+            state.num_processes, state.process_index, state.local_process_index = replicas, rank, rank
+            state.distributed_type = together if replicas > 1 else DistributedType.NO
+            state.backend = torch.distributed.get_backend() if replicas > 1 else None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let Accelerate run as if alone, to write files on this replica without the others."""
+        before, self._set = self._set, None
+        self.set(0, 1)
+        try:
+            yield
+        finally:
+            self._set = None
+            if before is not None:
+                self.set(*before)
+
+
+class ElasticDataLoader(ElasticLoader):
     """Iterates over the batches that the trainer delivers to this replica.
 
     With the model in training mode, these are the rest of the present epoch of `accelerator.epochs(n)`. In
@@ -101,27 +139,12 @@ class ElasticDataLoader(ReplacedLoader):
     program requests it: Accelerate's own loader reads ahead, and would begin the next step too early.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        begin: Callable[[ElasticDataLoader], Iterator[Any]],
-        device: torch.device | None,  # of the batches. None if they stay where the loader makes them
-    ) -> None:
-        super().__init__(loader)
-        self.batch_size = require_batch_size(loader, _WHAT, _WAY.format("lengths"))
-        self.total_batch_size = self.batch_size
-        """The same: Accelerate's loaders have it on one process."""
-        self.device = device
-        self._begin = begin
-        self.order = order_of(loader.sampler, len(loader.dataset), _WHAT, _WAY.format("order"))  # type: ignore[arg-type]
-        """Arguments for `trainer.dataloader` that choose the order of samples."""
+    device: torch.device | None  # of the batches. None if they stay where the loader makes them
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._begin(self)
-
-    def options(self, *, evaluates: bool = False) -> dict[str, Any]:
-        """Return the arguments for `DataLoader`, besides those that choose batches."""
-        return options_of(self.loader, evaluates=evaluates)
+    @property
+    def total_batch_size(self) -> int:
+        """The batch size: Accelerate's loaders have it on one process."""
+        return self.batch_size
 
     def __len__(self) -> int:
         """Return the number of batches of `batch_size` in the data set, at any number of replicas."""
@@ -178,7 +201,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         }
         options = dict(inspect.signature(Accelerator).bind(*args, **options).arguments)
         refuse_unsupported(options, os.environ)
-        require_first()
+        if is_initialized():
+            raise WorkerError(
+                "an Accelerator was made before ElasticAccelerator in this process, and all of them share "
+                "their state: make one ElasticAccelerator, in place of the first Accelerator"
+            )
         self.trainer = ElasticTrainer(
             batch_size,
             scale_invariant_steps=scale_invariant_steps,
@@ -193,8 +220,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             os.environ.update(hidden)
         self._replica_state = AccelerateStates(self.trainer.device)
         self._trained_models: list[torch.nn.Module] = []
-        self._trained_optimizers: list[torch.optim.Optimizer] = []
-        self._followed_schedulers: list[Any] = []
         self._has_entered = False
         self._is_in_epochs = False
         self._trains = False
@@ -208,44 +233,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     # -- the replicas -----------------------------------------------------------------------------------
 
     def _follow_replicas(self) -> None:
+        """Let Accelerate know the rank and the number of replicas, which may change between two batches."""
         self._replica_state.set(self.trainer.rank, self.trainer.replicas if self._has_entered else 1)
-
-    @property
-    def num_processes(self) -> int:
-        """The number of replicas; 1 before `epochs`. It may change between two steps."""
-        self._follow_replicas()
-        return int(super().num_processes)
-
-    @property
-    def process_index(self) -> int:
-        """The rank of this replica. It may change between two steps."""
-        self._follow_replicas()
-        return int(super().process_index)
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank of this replica, so that one replica of the job is the local main process."""
-        return self.process_index
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0. Another replica may become rank 0 between two steps."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of the job, on whichever machine."""
-        return self.is_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        self._follow_replicas()
-        return self.trainer.rank == self.trainer.replicas - 1
 
     def wait_for_everyone(self) -> None:
         """Wait for the other replicas, once training has begun. Before, the others may train already."""
-        self._follow_replicas()
         if self._evaluation is None:
             super().wait_for_everyone()
 
@@ -261,11 +253,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Let one replica of this machine at a time enter, as `main_process_first`."""
         return self.main_process_first()
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0."""
-        if self.is_main_process:
-            print(*args, **kwargs)
-
     # -- preparation ------------------------------------------------------------------------------------
 
     def prepare_data_loader(
@@ -275,12 +262,15 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         del slice_fn_for_dispatch
         if isinstance(data_loader, ElasticDataLoader):
             return data_loader
-        if not isinstance(data_loader, DataLoader):
-            raise WorkerError(
-                f"accelerator.prepare_data_loader() got {type(data_loader).__name__}: pass a DataLoader"
-            )
+        loader = ElasticDataLoader(
+            data_loader,
+            "the DataLoader that accelerator.prepare() got",
+            "accelerator.trainer.dataloader(dataset, {}=...)",
+            self._begin_loop,
+        )
         place = self.device_placement if device_placement is None else device_placement
-        return ElasticDataLoader(data_loader, self._begin_loop, self.device if place else None)
+        loader.device = self.device if place else None
+        return loader
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -300,17 +290,15 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Return the program's own optimizer, which `epochs` makes elastic in place."""
         del device_placement
         self._require_before_epochs("prepare() got an optimizer")
-        if not any(optimizer is known for known in self._trained_optimizers):
-            self._trained_optimizers.append(optimizer)
-            private.add_optimizer(self, optimizer)
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return the program's own scheduler, which follows progress in steps at `batch_size`."""
         self._require_before_epochs("prepare() got a scheduler")
-        if not any(scheduler is known for known in self._followed_schedulers):
-            self._followed_schedulers.append(scheduler)
-            private.add_scheduler(self, scheduler)
+        if not any(scheduler is known for known in self._schedulers):
+            self._schedulers.append(scheduler)
         return scheduler
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -341,7 +329,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Make the prepared objects elastic, and restore the state of training, once."""
         if self._has_entered:
             return
-        optimizers = self._trained_optimizers
+        optimizers = self._optimizers
         trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         models = [
             model for model in self._trained_models if any(id(p) in trained for p in model.parameters())
@@ -352,11 +340,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 f"accelerator.prepare() got {missing}: pass the model and its optimizer to it before the "
                 "loop over accelerator.epochs(), also to evaluate"
             )
-        prepared = [*self._trained_models, *optimizers, *self._followed_schedulers]
+        prepared = [*self._trained_models, *optimizers, *self._schedulers]
         registered: dict[str, Any] = {"accelerator": _SaveIteration(self)}
         if self.scaler is not None:
             registered["scaler"] = self.scaler
-        for number, custom in enumerate(private.checkpointed_objects(self)):
+        for number, custom in enumerate(self._custom_objects):
             if not any(custom is each for each in prepared):
                 registered[f"registered_{number}"] = custom
         self.trainer.program_reentry(*self._parts(models), register=registered)
@@ -367,7 +355,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     def _parts(self, models: list[torch.nn.Module]) -> tuple[Any, Any, Any]:
         """Return models, optimizers and schedulers: each alone, or by name if there are several."""
-        optimizers, schedulers = self._trained_optimizers, self._followed_schedulers
+        optimizers, schedulers = self._optimizers, self._schedulers
         if len(models) == len(optimizers) == 1 and len(schedulers) <= 1:
             return models[0], optimizers[0], schedulers[0] if schedulers else None
         names = {id(optimizer): f"optimizer_{number}" for number, optimizer in enumerate(optimizers)}
@@ -457,7 +445,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "batch size. Change the loader, or batchSize of the job file "
                 "(ElasticAccelerator(batch_size=...) without one)"
             )
-        batches = self.trainer.dataloader(loader.dataset, **loader.order, **loader.options())
+        batches = self.trainer.dataloader(loader.dataset, **loader.order, **options_of(loader.loader))
         try:
             for batch in batches:
                 self._follow_replicas()
@@ -482,15 +470,17 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             batch_size=loader.batch_size,
             model=self._trained_models[0],
             gathers=True,
-            **loader.options(evaluates=True),
+            **options_of(loader.loader, evaluates=True),
         )
         try:
             for batch in evaluation:
+                self._follow_replicas()
                 self._trains, self._evaluation = False, evaluation
                 yield self._placed(batch, loader)
                 self._trains, self._has_stepped, self._evaluation = outer
         finally:
             self._trains, self._has_stepped, self._evaluation = outer
+            self._follow_replicas()
 
     def _placed(self, batch: Any, loader: ElasticDataLoader) -> Any:
         if loader.device is None:
@@ -552,7 +542,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """
         if self._evaluation is not None:
             return self._gather_of(self._evaluation, tensor)
-        self._follow_replicas()
         return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -562,7 +551,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         meanwhile. Elsewhere as `gather`.
         """
         if self._evaluation is None:
-            self._follow_replicas()
             return super().gather_for_metrics(input_data, use_gather_object)
         if not use_gather_object and _has_only_tensors(input_data):
             return self._gather_of(self._evaluation, input_data)
@@ -572,7 +560,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce the tensors of all replicas; in a loop over evaluation batches without a collective call."""
         if self._evaluation is None:
-            self._follow_replicas()
             return super().reduce(tensor, reduction, scale)
         values = self._evaluation.gather(send_to_device(tensor, "cpu"))
         stacked = [recursively_apply(lambda each: each[None], value) for value in values]
@@ -593,7 +580,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Pad tensors to the largest size on any replica, see `Accelerator`."""
         evaluation = self._evaluation
         if evaluation is None:
-            self._follow_replicas()
             return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
         def pad(each: torch.Tensor) -> torch.Tensor:

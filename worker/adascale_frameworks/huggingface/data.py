@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,51 +107,44 @@ SAMPLES = "adascale_samples"
 """The name of the tensor of sample numbers in a batch."""
 
 
-@dataclass(frozen=True)
-class DividedData:
-    """The data of an evaluation that can be divided."""
+class DividedEvaluation:
+    """An evaluation of consecutive samples, and the results of its prediction steps on all replicas."""
 
-    dataset: Any
-    batch_size: int
-    drop_last: bool
-    options: dict[str, Any]
+    def __init__(self, arguments: dict[str, Any], *, drop_last: bool) -> None:
+        self.arguments = arguments
+        """Of `ElasticTrainer.evaluation`."""
+        self.results: list[Any] = []
+        """Of each batch: loss, logits and labels, and what the framework's loop reads of it besides."""
+        self._drop_last = drop_last
 
+    @classmethod
+    def of(cls, source: DataLoader[Any]) -> DividedEvaluation | None:
+        """Return the evaluation of a loader, or None if its batches are not those of consecutive samples."""
+        batches, dataset = getattr(source, "batch_sampler", None), source.dataset
+        if not isinstance(batches, BatchSampler) or not isinstance(
+            batches.sampler, (SequentialSampler, LengthGroupedSampler)
+        ):
+            return None
+        if not len(dataset):  # type: ignore[arg-type]
+            return None
+        options = options_of(source, evaluates=True)
+        if not torch.cuda.is_available():
+            options.pop("pin_memory", None)
+        arguments = {"dataset": dataset, "batch_size": batches.batch_size, **options}
+        return cls(arguments, drop_last=batches.drop_last)
 
-def divided(source: DataLoader[Any]) -> DividedData | None:
-    """Return the data of a loader, or None if its batches are not those of consecutive samples."""
-    batches = getattr(source, "batch_sampler", None)
-    if not isinstance(batches, BatchSampler) or not isinstance(
-        batches.sampler, (SequentialSampler, LengthGroupedSampler)
-    ):
-        return None
-    if not len(source.dataset):  # type: ignore[arg-type]
-        return None
-    options = options_of(source, evaluates=True)
-    if not torch.cuda.is_available():
-        options.pop("pin_memory", None)
-    return DividedData(source.dataset, batches.batch_size, batches.drop_last, options)
-
-
-class RecordedResults:
-    """The results of the prediction steps of a whole evaluation."""
-
-    def __init__(self, results: list[Any], inputs: list[dict[str, Any]], batch_size: int) -> None:
-        self._results = results  # of each batch: loss, logits and labels
-        self._inputs = inputs  # of each batch: what the framework's loop reads of it besides
-        self._batch_size = batch_size
-
-    def loader(self, data: DividedData) -> DataLoader[Any]:
+    def loader(self) -> DataLoader[Any]:
         """Return a loader of batches for the framework's loop, which have the sizes of the real ones."""
         return DataLoader(
-            range(len(data.dataset)),  # type: ignore[arg-type]
-            batch_size=self._batch_size,
-            drop_last=data.drop_last,
-            collate_fn=self._batch,
+            range(len(self.arguments["dataset"])),  # type: ignore[arg-type]
+            batch_size=self.arguments["batch_size"],
+            drop_last=self._drop_last,
+            collate_fn=lambda samples: {SAMPLES: torch.tensor(samples), **self._recorded(samples[0])[1]},
         )
 
-    def _batch(self, samples: list[int]) -> dict[str, Any]:
-        return {SAMPLES: torch.tensor(samples), **self._inputs[samples[0] // self._batch_size]}
-
-    def of(self, batch: dict[str, Any], device: torch.device) -> Any:
+    def of_batch(self, batch: dict[str, Any], device: torch.device) -> Any:
         """Return the result of a prediction step, on the device."""
-        return send_to_device(self._results[int(batch[SAMPLES][0]) // self._batch_size], device)
+        return send_to_device(self._recorded(int(batch[SAMPLES][0]))[0], device)
+
+    def _recorded(self, sample: int) -> Any:
+        return self.results[sample // self.arguments["batch_size"]]

@@ -1,30 +1,390 @@
-"""`elastic`, which makes a `Trainer` of Hugging Face elastic."""
+"""`elastic`, which makes a `Trainer` elastic, the subclass that it gets, and what is refused."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, TypeVar, Unpack
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
-from accelerate import PartialState
+from accelerate.state import AcceleratorState, PartialState
+from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from adascale_core.names import ENV_AGENT_SOCKET
-from adascale_frameworks.common import TrainerOptions, hide_launcher
-from adascale_frameworks.huggingface.data import Order
-from adascale_frameworks.huggingface.elastic_trainer import (
-    ElasticMixin,
-    require_supported,
-    require_train_dataset,
-)
-from adascale_frameworks.huggingface.private import forget_launcher_state, use_one_gpu
+from adascale_frameworks.common import ReportedValues, TrainerOptions, hide_launcher
+from adascale_frameworks.huggingface.data import DividedEvaluation, Order, TrainingData
 from adascale_frameworks.huggingface.run import TrainingRun
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.process import environment
 from adascale_worker.program.hyperparameters import Choice
 from adascale_worker.trainer import ElasticTrainer
 
 T = TypeVar("T", bound=Trainer)
+_Trainer: Any = Any if TYPE_CHECKING else object
+
+_ONE_COPY = (
+    "each replica has the whole model: leave it out; a model that does not fit on one device cannot be "
+    "trained by a Trainer elastically yet"
+)
+
+_NOT_REPORTED = re.compile(r"epoch|total_flos|.*(_runtime|_per_second|_model_preparation_time)")
+"""Names of the framework's logs that are not sent to the metrics service."""
+
+
+class ElasticMixin(_Trainer):  # type: ignore[misc]
+    """What an elastic `Trainer` does in another way than its own class. The first base of its new class."""
+
+    elastic: ElasticTrainer
+    _elastic_run: TrainingRun
+    _elastic_order: Order | None
+    _elastic_batch_size: int
+    preprocess_logits_for_metrics: Any
+
+    # -- training ---------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, or go on with training where the other replicas or the job's last checkpoint are.
+
+        The arguments and the result are those of `Trainer.train`.
+        """
+        require_supported(self)
+        require_trainable(self._elastic_run, resume_from_checkpoint, trial)
+        with self._elastic_arguments():
+            output = super().train(None, None, *args, **kwargs)
+        return output._replace(training_loss=self._elastic_run.losses.total_mean)
+
+    @contextmanager
+    def _elastic_arguments(self) -> Iterator[None]:
+        """Let the loop of the framework make a step of each micro-batch."""
+        names = ("gradient_accumulation_steps", "eval_on_start")
+        before = {name: getattr(self.args, name) for name in names}
+        self.args.gradient_accumulation_steps = 1
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self.args, name, value)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the training data, which the replicas share out."""
+        run = self._elastic_run
+        run.data = TrainingData(
+            self.elastic,
+            super().get_train_dataloader(),
+            self._elastic_order,
+            self._elastic_batch_size,
+            pin_memory=self.args.device.type == "cuda",
+            begin_batch=run.begin_batch,
+        )
+        if len(run.data.dataset) != len(self.train_dataset):
+            raise WorkerError(
+                f"the training data has {len(run.data.dataset)} samples, but train_dataset has "
+                f"{len(self.train_dataset)}, from which the number of steps follows: pass the data that is "
+                "trained as train_dataset"
+            )
+        return run.data
+
+    def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        """Return the initial batch size, in which steps are counted."""
+        del args, kwargs
+        return self._elastic_batch_size
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Return the framework's numbers of epochs and steps, with those of the elastic trainer."""
+        values = super().set_initial_training_values(*args, **kwargs)
+        data, max_steps = self._elastic_run.data, self.elastic.scale_invariant_steps
+        assert data is not None
+        assert max_steps is not None
+        epochs = -int(-max_steps // data.steps_per_epoch)
+        return (epochs, *values[1:-1], max_steps)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the scheduler of the optimizer itself, and not of accelerate's wrapper."""
+        wrapped = self.optimizer if optimizer is None else optimizer
+        return super().create_scheduler(num_training_steps, getattr(wrapped, "optimizer", wrapped))
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """Return all micro-batches of the rest of the epoch, each loaded when the loop requests it."""
+        del num_batches
+        return _MicroBatches(self._elastic_micro_batches(epoch_iterator, device)), None
+
+    def _elastic_micro_batches(self, epoch_iterator: Iterator[Any], device: Any) -> Iterator[Any]:
+        while True:
+            # Counted on the host, so that nothing waits for the device.
+            batches, items = super().get_batch_samples(epoch_iterator, 1, torch.device("cpu"))
+            if not batches:
+                return
+            self._elastic_weight = None if items is None else float(items)
+            # A mean over no items has to be finite.
+            self._elastic_items = None if items is None else torch.as_tensor(items).clamp(min=1).to(device)
+            yield batches[0]
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Make the forward and the backward pass of a micro-batch."""
+        del num_items_in_batch
+        self._elastic_trains = True
+        try:
+            loss: Tensor = super().training_step(model, inputs, self._elastic_items, *args, **kwargs)
+        finally:
+            self._elastic_trains = False
+        # A subclass may compute its loss in another way.
+        own = loss if self._elastic_loss is None else self._elastic_loss
+        self._elastic_loss, weight = None, self._elastic_weight
+        if weight is None:
+            # All micro-batches of a step have the same size.
+            weight = self.elastic.step_weight / (self.elastic.replicas * self.elastic.accumulation)
+        self._elastic_run.losses.add(own, weight)
+        self.elastic.log(loss=own)
+        return loss
+
+    _elastic_trains = False
+    _elastic_loss: Tensor | None = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss, weighted by its items in training, so that the mean over a step is right."""
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if not self._elastic_trains:
+            return result
+        loss, *rest = result if isinstance(result, tuple) else (result,)
+        self._elastic_loss = loss.detach()
+        if self._elastic_weight is not None:
+            loss = self.elastic.weighted(loss, self._elastic_weight)
+        return (loss, *rest) if isinstance(result, tuple) else loss
+
+    # -- logs, evaluation and files ---------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save after a complete step, if the callbacks have requested it."""
+        run = self._elastic_run
+        if run.is_inside_step:
+            return
+        if self.elastic.finished and run.data is not None and not run.data.has_delivered:
+            return  # Training was finished before this process began.
+        control = self.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            run.synchronize()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        run.stop_if_requested(self.control)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log, with the loss of all replicas."""
+        run = self._elastic_run
+        if run.is_entered:
+            if "train_loss" in logs:
+                run.synchronize()
+                logs["train_loss"] = run.losses.total_mean
+            elif "loss" in logs:
+                logs["loss"] = run.losses.take_interval()
+            self._elastic_report(logs)
+        super().log(logs, *args, **kwargs)
+
+    def _elastic_report(self, logs: dict[str, Any]) -> None:
+        """Send numbers of a log to the metrics service."""
+        reported = self.__dict__.setdefault("_elastic_reported", ReportedValues(self.elastic))
+        reported.report({name: value for name, value in logs.items() if not _NOT_REPORTED.fullmatch(name)})
+
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, each batch on one replica."""
+        if not self._elastic_run.is_entered:
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+        divided = DividedEvaluation.of(dataloader) if self.elastic.replicas > 1 else None
+        self.model.eval()
+        if divided is None:
+            return self._elastic_whole_evaluation(dataloader, description, *args, **kwargs)
+        return self._elastic_divided_evaluation(divided, description, *args, **kwargs)
+
+    def _elastic_whole_evaluation(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate all batches on each replica: there is one, or they cannot be divided."""
+        output = None
+        # An evaluation with one batch for each replica, in which it evaluates, so that its time counts as
+        # that of an evaluation.
+        for _ in self.elastic.evaluation(range(self.elastic.replicas), batch_size=1, model=self.model):
+            output = super().evaluation_loop(*args, **kwargs)
+        return output
+
+    def _elastic_divided_evaluation(
+        self,
+        divided: DividedEvaluation,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        evaluation = self.elastic.evaluation(**divided.arguments, model=self.model)
+        preprocess = self.preprocess_logits_for_metrics
+        for inputs in evaluation:
+            loss, logits, labels = self.prediction_step(
+                self.model, inputs, loss_only, ignore_keys=ignore_keys
+            )
+            if logits is not None and preprocess is not None:
+                logits = preprocess(logits, labels)
+            evaluation.collect([(loss, logits, labels), self._elastic_read_inputs(inputs)])
+        divided.results = evaluation.outputs
+        self._elastic_recorded = divided
+        self.preprocess_logits_for_metrics = None
+        try:
+            loader = self.accelerator.prepare_data_loader(divided.loader())
+            return super().evaluation_loop(loader, description, loss_only, ignore_keys, metric_key_prefix)
+        finally:
+            self._elastic_recorded = None
+            self.preprocess_logits_for_metrics = preprocess
+
+    _elastic_recorded: DividedEvaluation | None = None
+
+    def _elastic_read_inputs(self, inputs: Any) -> dict[str, Any]:
+        """Return the inputs that the loop of the framework reads besides the results."""
+        if "inputs" not in self.args.include_for_metrics:
+            return {}
+        if self.args.batch_eval_metrics:
+            return dict(inputs)
+        name = getattr(self.model, "main_input_name", "input_ids")
+        return {name: inputs[name]}
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make the prediction step of a batch, or return its result that a replica has made."""
+        if self._elastic_recorded is not None:
+            return self._elastic_recorded.of_batch(inputs, self.args.device)
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save on rank 0, and wait for it on the others."""
+        super()._save_checkpoint(*args, **kwargs)
+        if not self._elastic_run.is_entered:
+            return
+        saved = self.elastic.sum_over_replicas(saved=float(self.elastic.is_main))["saved"]
+        state = self.state
+        if not saved and state.best_global_step == state.global_step:
+            # Rank 0 was lost while it has written the best model. The next evaluation finds another one.
+            state.best_metric = state.best_global_step = None
+        elif state.best_global_step:
+            best = os.path.join(  # noqa: PTH118
+                self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            )
+            if os.path.isdir(best):  # noqa: PTH112
+                state.best_model_checkpoint = best
+
+    def end(self) -> None:
+        """Finish the trackers. The process group of the replicas ends with the process."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the random state of rank 0."""
+        if self.elastic.is_main:
+            super()._save_rng_state(output_dir)
+
+    def _load_best_model(self) -> None:
+        """Load the best model, from a folder that all replicas share."""
+        folder = self.state.best_model_checkpoint
+        if not os.path.isdir(folder):  # noqa: PTH112
+            raise WorkerError(
+                f"load_best_model_at_end: replica {self.elastic.rank} does not find {folder}, which another "
+                "replica has written: set output_dir to a folder that all replicas share, or leave out "
+                "load_best_model_at_end"
+            )
+        super()._load_best_model()
+
+
+class _MicroBatches:
+    """The micro-batches of an epoch, for a loop that asks for those of a step."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        """The micro-batches over which the framework would average their losses."""
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+
+def require_supported(trainer: Any) -> None:
+    """Check the arguments of a trainer."""
+    args = trainer.args
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    refused = {
+        "deepspeed": (trainer.is_deepspeed_enabled, _ONE_COPY),
+        "fsdp": (trainer.is_fsdp_enabled, _ONE_COPY),
+        "parallelism_config": (parallelism is not None, _ONE_COPY),
+        "a device_map over several devices": (trainer.is_model_parallel, _ONE_COPY),
+        "fp16": (
+            args.fp16,
+            "the scaler of accelerate is not a part of the state of training: use bf16=True",
+        ),
+        "torch_compile": (
+            args.torch_compile,
+            "compile the model before it is passed to the Trainer, model.compile(dynamic=True), which "
+            "compiles it once for all batch sizes",
+        ),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            'pass elastic(trainer, max_batch_size=..., local_bsz_bounds=(4, "auto")), with which the local '
+            "batch size is what fits into memory",
+        ),
+        "enable_jit_checkpoint": (
+            getattr(args, "enable_jit_checkpoint", False),
+            "a job that is stopped saves a checkpoint by itself: leave it out",
+        ),
+        "save_on_each_node": (
+            args.save_on_each_node,
+            "one replica writes the files, and which one it is may change: set output_dir to a folder that "
+            "the replicas share",
+        ),
+        f"lr_scheduler_type={str(args.lr_scheduler_type)!r}": (
+            "greedy" in str(args.lr_scheduler_type).lower(),
+            "it follows the losses of one replica: use reduce_lr_on_plateau, which follows the evaluation, "
+            "or a schedule in steps",
+        ),
+    }
+    for name, (is_used, remedy) in refused.items():
+        if is_used:
+            raise WorkerError(f"elastic() does not support {name} of TrainingArguments: {remedy}")
+
+
+def require_train_dataset(trainer: Any) -> int:
+    """Return the number of samples of the training data."""
+    dataset = trainer.train_dataset
+    if dataset is None:
+        raise DatasetError(
+            "elastic() got a Trainer without train_dataset, from which the number of steps follows: pass "
+            "train_dataset to the Trainer"
+        )
+    try:
+        return len(dataset)
+    except TypeError:
+        raise DatasetError(
+            f"the train_dataset (type {type(dataset).__name__}) has no length: an elastic Trainer needs a "
+            "data set with __len__ and __getitem__, so that any number of replicas can share it"
+        ) from None
+
+
+def require_trainable(run: TrainingRun, resume_from_checkpoint: Any, trial: Any) -> None:
+    """Check the arguments of `train`."""
+    if resume_from_checkpoint:
+        raise WorkerError(
+            f"train() got resume_from_checkpoint={resume_from_checkpoint!r}, but an elastic job continues by "
+            "itself from its own checkpoints, which have the state of all replicas: leave it out, and keep "
+            "the checkpoint folder of the job (checkpoint_dir=...; adascale run and a cluster set it). To "
+            "begin a new training with the weights of a checkpoint of the Trainer, load the model from its "
+            "folder with from_pretrained"
+        )
+    if trial is not None:
+        raise WorkerError(
+            "elastic() does not support hyperparameter_search: make a Trainer and a job for each trial"
+        )
+    if run.is_entered:
+        raise WorkerError(
+            "train() was called before: an elastic Trainer trains once. Make another Trainer and another job "
+            "for another training"
+        )
 
 
 def elastic(
@@ -119,10 +479,11 @@ def _run_as_one_process(trainer: Trainer) -> None:
     """Let the framework believe that it runs alone: the elastic trainer knows the other replicas."""
     args = trainer.args
     launched = bool(hide_launcher(os.environ))
-    use_one_gpu(args)
+    # It uses one of the GPUs that this process sees, as for a model on several.
+    args._n_gpu = min(1, args.n_gpu)
     if launched:
         # `TrainingArguments` has looked for other processes, and has found them.
-        forget_launcher_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
         args.distributed_state = PartialState(cpu=args.use_cpu)
         args.distributed_state.device = args.device
         trainer.create_accelerator_and_postprocess()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
-from adascale_frameworks.common import crossed
-from adascale_frameworks.lightning.loaders import EvaluationLoader
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from adascale_frameworks.common import ReplacedLoader, crossed
 from adascale_worker.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -126,6 +128,37 @@ def _last_crossed(interval: float, before: int, after: int) -> int:
         return 0
     multiples = crossed(int(interval), before, after)
     return multiples[-1] if multiples else 0
+
+
+class EvaluationLoader(ReplacedLoader):
+    """Delivers the replica's share of the batches of a data set, or all of them."""
+
+    def __init__(
+        self, loader: DataLoader[Any], share: Callable[[DataLoader[Any], int], Iterator[Any] | None]
+    ) -> None:
+        super().__init__(loader)
+        self._share = share  # returns None if each replica gets all batches
+        self.limit = math.inf  # batches that are evaluated, at most
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not before the first batch is requested: Lightning makes iterators that it does not use.
+        count = int(min(self.limit, len(self.loader)))
+        share = self._share(self.loader, count)
+        yield from islice(self.loader, count) if share is None else share
+
+
+def is_divisible(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Whether the batches of a loader are those of consecutive samples, which replicas can share."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_size is not None
+        and type(loader.sampler) is SequentialSampler
+        and not loader.drop_last
+    )
 
 
 class ElasticTrainingLoop(TrainingEpochLoop):

@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from adascale_core.errors import requires_extra
-from adascale_frameworks.common import ReportedValues, crossed, options_of
-from adascale_frameworks.lightning.loaders import EvaluationLoader, TrainingLoader, is_divisible
+from adascale_frameworks.common import ElasticLoader, ReportedValues, crossed, options_of
 from adascale_frameworks.lightning.loops import (
     Counts,
     ElasticEvaluationLoop,
     ElasticTrainingLoop,
+    EvaluationLoader,
     LoopCount,
     StepCount,
+    is_divisible,
     logged_sums,
     make_elastic,
 )
@@ -163,7 +164,7 @@ class ElasticStrategy(Strategy):
         self._layer_sync: object = None
         self._trainer: Any = None
         self._elastic: ElasticTrainer | None = None
-        self._loader: TrainingLoader
+        self._loader: ElasticLoader
         self._train_loaders = 0
         self._step_module: TrainingStep | None = None
         self._counts = Counts(1.0, 1)
@@ -258,7 +259,7 @@ class ElasticStrategy(Strategy):
         state = self._enter(trainer, self._elastic, module)
         self._follow(trainer, self._elastic, state)
 
-    def _make_elastic_trainer(self, trainer: Any, loader: TrainingLoader) -> ElasticTrainer:
+    def _make_elastic_trainer(self, trainer: Any, loader: ElasticLoader) -> ElasticTrainer:
         fit = trainer.fit_loop
         batch_size = self._batch_size or loader.batch_size
         steps = None if fit.max_steps == -1 else fit.max_steps
@@ -331,21 +332,25 @@ class ElasticStrategy(Strategy):
         trainer = self._trainer
         if trainer.state.fn == _FITTING and trainer.training and not trainer.sanity_checking:
             self._train_loaders += 1
-            self._loader = TrainingLoader(dataloader, self._deliver, has_order=bool(self._data_options))
+            self._loader = ElasticLoader(
+                dataloader,
+                "the train dataloader of Trainer.fit",
+                "ElasticStrategy({}=...)",
+                self._deliver,
+                has_order=bool(self._data_options),
+            )
             return self._loader
         if is_divisible(dataloader):
             return EvaluationLoader(dataloader, self._share)
         return dataloader
 
-    def _deliver(self) -> Iterator[Any]:
+    def _deliver(self, loader: ElasticLoader) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the present epoch."""
         elastic, fit = self.elastic_trainer, self._trainer.fit_loop
         self.end_epoch()
         self._epoch_to_end = self._counts.epoch = self._trainer.current_epoch
-        order = {**self._data_options, **self._loader.order}
-        self._batches = iter(
-            elastic.dataloader(self._loader.dataset, **order, **options_of(self._loader.loader))
-        )
+        order = {**self._data_options, **loader.order}
+        self._batches = iter(elastic.dataloader(loader.dataset, **order, **options_of(loader.loader)))
         for batch in self._batches:
             self._begin_batch(fit.epoch_loop)
             yield batch
