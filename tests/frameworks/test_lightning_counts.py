@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_frameworks.lightning.loops import Counts, LoopCount, StepCount, plain
+from adascale_frameworks.lightning.loops import Count, Counts, plain
 
 PROGRESS = st.lists(st.floats(1.0, 40.0), min_size=1, max_size=30)
 
@@ -29,19 +29,19 @@ PROGRESS = st.lists(st.floats(1.0, 40.0), min_size=1, max_size=30)
 def test_the_remainder_is_0_if_a_step_has_passed_over_a_multiple(
     before: float, after: float, interval: int, remainder: int
 ) -> None:
-    count = StepCount(after, before)
+    count = Count(after, before)
     assert count % interval == remainder
     assert count == int(after)
     for shifted in (count + 1 - 1, 1 + count - 1, count - 7 + 7):
         assert shifted % interval == remainder
-    assert (count - 1) % interval == StepCount(after - 1, before - 1) % interval
-    assert type(count - StepCount(1.0, 0.0)) is int
+    assert (count - 1) % interval == Count(after - 1, before - 1) % interval
+    assert type(count - Count(1.0, 0.0)) is int
 
 
 def test_the_remainder_in_manual_optimization_is_that_of_optimizer_steps() -> None:
-    assert [LoopCount(7 * step, step) % 3 for step in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert [(LoopCount(7 * step, step - 3.5) + 1) % 3 for step in range(4)] == [0, 1, 2, 0]
-    assert LoopCount(14, 2) == 14
+    assert [Count(7 * step, steps=step) % 3 for step in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [(Count(7 * step, steps=step - 3.5) + 1) % 3 for step in range(4)] == [0, 1, 2, 0]
+    assert Count(14, steps=2) == 14
 
 
 @given(PROGRESS, st.integers(1, 50))
@@ -49,13 +49,13 @@ def test_each_multiple_is_met_by_one_step(gains: list[float], interval: int) -> 
     progress, met = 0.0, 0
     for gain in gains:
         before, progress = progress, progress + gain
-        met += StepCount(progress, before) % interval == 0
+        met += Count(progress, before) % interval == 0
     assert met <= int(progress) // interval
     assert (met > 0) == (int(progress) >= interval)
 
 
 def test_a_count_is_saved_as_a_plain_integer() -> None:
-    kept = {"steps": [StepCount(12.5, 9.0), (LoopCount(12.5, 9.0), "text")]}
+    kept = {"steps": [Count(12.5, 9.0), (Count(12.5, steps=9.0), "text")]}
     for saved in (pickle.loads(pickle.dumps(kept)), plain(kept)):
         assert saved == {"steps": [12, (12, "text")]}
         assert type(saved["steps"][0]) is type(saved["steps"][1][0]) is int

@@ -22,20 +22,38 @@ else:
     TrainingEpochLoop = EvaluationLoop = object
 
 
-class _Count(int):
-    """An integer of the program, whose remainder follows another count, too. It is saved as a plain one."""
+class Count(int):
+    """`global_step` or `batch_idx`, whose remainder follows another count, too. Saved as a plain integer."""
 
-    _other: int
+    # `before`: steps before the last one. Lightning and callbacks act when `global_step % interval` is 0, and
+    # a step of a larger batch may pass over a multiple. So the remainder is 0 once for each multiple that a
+    # step reaches or passes over.
+    # `steps`: optimizer steps, in manual optimization. `training_step` decides by a remainder which of the
+    # optimizers make a step. So that each nth one does, the remainder is that of optimizer steps.
 
-    def __new__(cls, value: float, other: float) -> Self:
+    _before: int
+    _steps: int | None
+
+    def __new__(cls, value: float, before: float = 0.0, *, steps: float | None = None) -> Self:
         """Make the integer, and round the other count down."""
         count = super().__new__(cls, int(value))
-        count._other = math.floor(other)
+        count._before, count._steps = math.floor(before), None if steps is None else math.floor(steps)
         return count
+
+    def __mod__(self, interval: Any) -> int:
+        if self._steps is not None:
+            return int(self._steps % interval)
+        if isinstance(interval, int) and interval >= 1 and int(self) // interval > self._before // interval:
+            return 0
+        return int(int(self) % interval)
 
     def __add__(self, number: int) -> int:
         value = int(self) + number
-        return type(self)(value, self._other + number) if type(number) is int else value
+        if type(number) is not int:
+            return value
+        return type(self)(
+            value, self._before + number, steps=None if self._steps is None else self._steps + number
+        )
 
     __radd__ = __add__
 
@@ -46,33 +64,9 @@ class _Count(int):
         return int, (int(self),)
 
 
-class StepCount(_Count):
-    """`global_step` or `batch_idx`: steps at the initial batch size, now and before the last step.
-
-    Lightning and callbacks act when `global_step % interval` is 0. A step of a larger batch may pass over
-    a multiple. So the remainder is 0 once for each multiple that a step reaches or passes over.
-    """
-
-    def __mod__(self, interval: Any) -> int:
-        if isinstance(interval, int) and interval >= 1 and int(self) // interval > self._other // interval:
-            return 0
-        return int(int(self) % interval)
-
-
-class LoopCount(_Count):
-    """`global_step` or `batch_idx` in manual optimization, with the number of optimizer steps.
-
-    `training_step` decides by a remainder which optimizers make a step for the batch. So that it is each
-    nth one, also with larger batches, the remainder is that of optimizer steps.
-    """
-
-    def __mod__(self, interval: Any) -> int:
-        return int(self._other % interval)
-
-
 def plain(value: Any) -> Any:
     """Return a tree of dicts and lists with plain integers in place of counts."""
-    if isinstance(value, _Count):
+    if isinstance(value, Count):
         return int(value)
     if type(value) is dict:
         return {plain(key): plain(member) for key, member in value.items()}
@@ -97,7 +91,7 @@ class Counts:
     @property
     def batch_index(self) -> int:
         """The number of the next batch in the epoch, from 0."""
-        return StepCount(self._in_epoch(self.after), self.before - self.epoch * self.epoch_length)
+        return Count(self._in_epoch(self.after), self.before - self.epoch * self.epoch_length)
 
     def batches(self, interval: float, *, is_last: bool) -> int:
         """Return the batches of the epoch that are done; a multiple of `interval` if the step crossed one."""

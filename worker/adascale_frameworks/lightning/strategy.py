@@ -19,12 +19,11 @@ from torch.utils.data import DataLoader, Subset
 from adascale_core.errors import requires_extra
 from adascale_frameworks.common import ElasticLoader, ReportedValues, crossed, options_of
 from adascale_frameworks.lightning.loops import (
+    Count,
     Counts,
     ElasticEvaluationLoop,
     ElasticTrainingLoop,
     EvaluationLoader,
-    LoopCount,
-    StepCount,
     is_divisible,
     logged_sums,
     make_elastic,
@@ -401,8 +400,8 @@ class ElasticStrategy(Strategy):
         """Steps at the initial batch size; the steps of several optimizers for a batch are one."""
         counts = self._counts
         if self._is_in_step and not self._automatic:
-            return LoopCount(counts.after, self._steps_at_batch)
-        return StepCount(counts.after, counts.before)
+            return Count(counts.after, steps=self._steps_at_batch)
+        return Count(counts.after, counts.before)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run `training_step` of the module as the forward pass of a data-parallel model."""
@@ -410,7 +409,7 @@ class ElasticStrategy(Strategy):
         if not self._automatic and self._is_training and len(args) > 1:
             counts = self._counts
             steps = self._steps_at_batch - counts.epoch * counts.epoch_length
-            args = (args[0], LoopCount(args[1], steps), *args[2:])
+            args = (args[0], Count(args[1], steps=steps), *args[2:])
         self._is_in_step = self._is_training
         try:
             with self.precision_plugin.train_step_context():
