@@ -211,6 +211,14 @@ def test_each_replica_reads_its_part() -> None:
     assert job.members[3].read <= 100 + 30
 
 
+def test_a_pass_may_end_on_all_replicas_with_the_same_step() -> None:
+    job = Job([12, 12])
+    job.start(BatchPlan(2, 4, 1), [])
+    for _ in range(7):
+        job.step()
+    job.require_each_once()
+
+
 def test_a_shard_that_is_shorter_than_before_is_an_error() -> None:
     job = Job([30, 30])
     job.start(BatchPlan(1, 5, 1), [])

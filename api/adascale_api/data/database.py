@@ -217,14 +217,19 @@ class Database:
         """Note what was committed, before any request is answered: the next one finds the new state."""
         for job_id in committed.deleted:
             self.cache.remove(job_id)
-        for job in committed.jobs.values():
-            if 0 <= self._notified.get(job.id, 0) <= job.version:
-                self.cache.put(job)
-            else:
-                self.cache.remove(job.id)  # another service has changed it since
+        # Without those that another service has changed since.
+        newest = {
+            job_id: job
+            for job_id, job in committed.jobs.items()
+            if 0 <= self._notified.get(job_id, 0) <= job.version
+        }
+        for job_id in committed.jobs.keys() - newest.keys():
+            self.cache.remove(job_id)
+        for job in newest.values():
+            self.cache.put(job)
         try:
             for job_id in committed.changed | committed.deleted:
-                self._on_change(job_id, committed.jobs.get(job_id))
+                self._on_change(job_id, newest.get(job_id))
         except Exception:
             logger.exception("a commit is stored, but what waits for it was not notified")
 

@@ -138,8 +138,11 @@ class Connections:
             connector.begin(connection, writes=self._writes)
             try:
                 yield Transaction(connector, connection, self._cache)
-            finally:
-                connection.rollback()
+            except BaseException:
+                with suppress(connector.error):  # that of a lost connection, which hides why it was lost
+                    connection.rollback()
+                raise
+            connection.rollback()
         except connector.error:
             del self._open[thread]
             # If it is lost, the database has undone the transaction.

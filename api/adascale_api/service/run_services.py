@@ -176,4 +176,5 @@ def _of_run(entry: RunEntry, read: _Read) -> JobSummary:
     if entry.state is None:
         return found
     # A run that was killed has stored no end.
-    return replace(found, state=entry.state, replicas=0, spares=0, desired=None, seconds_left=None)
+    ended = replace(found, replicas=0, spares=0, desired=None, seconds_left=None, slowness="")
+    return replace(ended, state=entry.state)

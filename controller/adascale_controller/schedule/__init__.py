@@ -1,4 +1,4 @@
-"""The decision about all jobs, and its memory of each: for the operator, `adascale run` and simulations.
+"""What is remembered of each job between decisions: for the operator, `adascale run` and simulations.
 
 Pure: no calls, no clock, no pods and no processes. Where jobs can run and what they have reported are
 arguments.

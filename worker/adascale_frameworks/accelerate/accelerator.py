@@ -99,6 +99,7 @@ class AccelerateStates:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._set: tuple[int, int] | None = None
+        self._is_alone = False
         for state in self._states():
             state.device = device
 
@@ -109,7 +110,7 @@ class AccelerateStates:
 
     def set(self, rank: int, replicas: int) -> None:
         """Set the rank, and the number of replicas; 1 before training has begun."""
-        if self._set == (rank, replicas):
+        if self._is_alone or self._set == (rank, replicas):
             return
         self._set = rank, replicas
         together = DistributedType.MULTI_GPU if self._device.type == "cuda" else DistributedType.MULTI_CPU
@@ -121,12 +122,13 @@ class AccelerateStates:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let Accelerate run as if alone, to write files on this replica without the others."""
-        before, self._set = self._set, None
+        before = self._set
         self.set(0, 1)
+        self._is_alone = True
         try:
             yield
         finally:
-            self._set = None
+            self._is_alone = False
             if before is not None:
                 self.set(*before)
 
@@ -236,8 +238,20 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Let Accelerate know the rank and the number of replicas, which may change between two batches."""
         self._replica_state.set(self.trainer.rank, self.trainer.replicas if self._has_entered else 1)
 
+    @property
+    def state(self) -> Any:
+        """Accelerate's state, with the present rank and number of replicas; 1 before `epochs`."""
+        if hasattr(self, "_replica_state"):
+            self._follow_replicas()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._state = state
+
     def wait_for_everyone(self) -> None:
         """Wait for the other replicas, once training has begun. Before, the others may train already."""
+        self._follow_replicas()
         if self._evaluation is None:
             super().wait_for_everyone()
 
@@ -542,6 +556,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """
         if self._evaluation is not None:
             return self._gather_of(self._evaluation, tensor)
+        self._follow_replicas()
         return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -551,6 +566,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         meanwhile. Elsewhere as `gather`.
         """
         if self._evaluation is None:
+            self._follow_replicas()
             return super().gather_for_metrics(input_data, use_gather_object)
         if not use_gather_object and _has_only_tensors(input_data):
             return self._gather_of(self._evaluation, input_data)
@@ -560,6 +576,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce the tensors of all replicas; in a loop over evaluation batches without a collective call."""
         if self._evaluation is None:
+            self._follow_replicas()
             return super().reduce(tensor, reduction, scale)
         values = self._evaluation.gather(send_to_device(tensor, "cpu"))
         stacked = [recursively_apply(lambda each: each[None], value) for value in values]
@@ -580,6 +597,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Pad tensors to the largest size on any replica, see `Accelerator`."""
         evaluation = self._evaluation
         if evaluation is None:
+            self._follow_replicas()
             return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
         def pad(each: torch.Tensor) -> torch.Tensor:

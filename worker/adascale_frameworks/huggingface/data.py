@@ -120,11 +120,12 @@ class DividedEvaluation:
     @classmethod
     def of(cls, source: DataLoader[Any]) -> DividedEvaluation | None:
         """Return the evaluation of a loader, or None if its batches are not those of consecutive samples."""
-        batches, dataset = getattr(source, "batch_sampler", None), source.dataset
+        batches = getattr(source, "batch_sampler", None)
         if not isinstance(batches, BatchSampler) or not isinstance(
             batches.sampler, (SequentialSampler, LengthGroupedSampler)
         ):
             return None
+        dataset = source.dataset
         if not len(dataset):  # type: ignore[arg-type]
             return None
         options = options_of(source, evaluates=True)

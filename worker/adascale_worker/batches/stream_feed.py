@@ -98,6 +98,8 @@ def advance(
     stream: Stream, place: StreamPlace, lists: Lists, paths: Sequence[Path], *, before: int, consumed: int
 ) -> StreamPlace:
     """Return the place after some steps, of whose records each replica has read an equal share."""
+    if not any(lists):
+        return place  # The steps before have ended the pass.
     rest = tuple(itertools.chain(*_rest_of_each(lists, paths, consumed - before)))
     if rest:
         return replace(place, rest=rest, fingerprint=None, saved=None)
@@ -180,7 +182,7 @@ class StreamFeed:
     def restore(self, state: dict[str, Any], consumed: int) -> None:
         """Continue at the place of a saved state."""
         self._place, self._since = StreamPlace.from_state(state), consumed
-        self._lists, self._places, self._batches = (), [], None
+        self._lists, self._places, self._batches = (), [(consumed, 0, self._place)], None
 
     def length_at(self, consumed: int) -> int | None:
         """Return the records of the first pass; None while it has not ended."""

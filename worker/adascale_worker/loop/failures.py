@@ -211,7 +211,8 @@ class Failures(Context):
         if is_long and not self._is_stalled:
             self._is_stalled = True
             place = f"waits for the others, at {line}" if waits else f"is at {line}. Its stack:"
-            stack = [] if waits else traceback.format_stack(sys._current_frames().get(self._main))
+            frame = sys._current_frames().get(self._main)
+            stack = [] if waits or frame is None else traceback.format_stack(frame)
             sys.stderr.write(f"adascale: no step for {seconds:.0f} s: rank {rank} {place}\n{''.join(stack)}")
             sys.stderr.flush()
             self._report_stall(WAITS_FOR_OTHERS if waits else f"is at {line}")

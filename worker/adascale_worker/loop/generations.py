@@ -211,9 +211,9 @@ class Membership(Context):
         """Report that this trainer waits for another generation, unless it was terminated and leaves."""
         if self.shutdown_request.is_made:
             return
-        lost = set(self.left)
-        if self._links is not None:
-            lost |= self._links.lost
+        lost, links = set(self.left), self._links  # read once, since this is called in several threads
+        if links is not None:
+            lost |= links.lost
         self._is_holding = True
         generation = max(self._tried, self._void)
         number = self.state.number
@@ -401,7 +401,7 @@ def _has_sent(connection: socket.socket, proof: bytes) -> bool:
     """Whether the other end of a new connection proves that it knows the secret of the job."""
     connection.settimeout(1.0)
     try:
-        return hmac.compare_digest(connection.recv(len(proof)), proof)
+        return hmac.compare_digest(connection.recv(len(proof), socket.MSG_WAITALL), proof)
     except OSError:
         return False
 
@@ -592,7 +592,10 @@ class Generations(Context):
                 self._leave(membership)
             membership.left |= {group.indices[rank] for rank in leaving}
         else:
-            membership.wait_for_generation(max(row[1] for row in rows))
+            try:
+                membership.wait_for_generation(max(row[1] for row in rows))
+            except LeaveError:
+                self.exit(EXIT_REENTRY)
             released = group.gather(membership.is_released)
             if all(released):
                 self.state.save_if_possible()

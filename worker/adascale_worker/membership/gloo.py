@@ -166,6 +166,7 @@ _MODULES: Final = (
     "torch.distributed",
     "torch.nn.parallel",
     "adascale_worker.membership.process_group",
+    "adascale_worker.membership.replica_processes",
     "adascale_worker.scaling.statistics",
 )
 """Modules whose functions call collectives. The checkpoint, which waits for a disk, is not among them."""

@@ -413,8 +413,8 @@ class ReplicaGroup:
                 lambda: not self._failed or self.generation != generation, self._save_beside
             )
         # Before the next call, which may take long.
-        if self._on_failure is not None:
-            self._on_failure(generation)
+        if (on_failure := self._on_failure) is not None:
+            on_failure(generation)
         with self._aborting:
             if self.device.type == "cuda" and self._formed and self.replicas > 1 and not self._share_a_gpu:
                 try:

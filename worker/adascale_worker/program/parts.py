@@ -1,7 +1,7 @@
 """The models, optimizers and schedulers that a program passes to `program_reentry`, and checks of them.
 
-They are checked when they are passed. Two mistakes are possible later, and found
-then: see `refuse_other_training`.
+They are checked when they are passed. Two mistakes are possible later, and found then: see
+`refuse_other_training`.
 """
 
 from __future__ import annotations

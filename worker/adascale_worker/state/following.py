@@ -204,7 +204,10 @@ class StateSource:
         self._idle = threading.Event()
         self._idle.set()
         self._total_bytes = sum(each.nbytes for each in self._tensors.all_large().values())
-        self._stepped_at: float | None = None
+        self._stepped: tuple[int, float] | None = None
+        """Which optimizer has made the last step, and when."""
+        self._pauses: dict[int, float] = {}
+        """Seconds from the last step of each optimizer to the next step of any, in which it can be sent."""
         self._waited = self._sending_time = 0.0
         self._sent_bytes = 0
         self.problem = ""
@@ -219,9 +222,10 @@ class StateSource:
         self._waiting.extend(self._others)
         for number, optimizer in enumerate(self._tensors.optimizers):
             before = partial(self._before_step, number, optimizer)
+            after = partial(self._after_step, number)
             self._hooks += [
                 optimizer.register_step_pre_hook(lambda *_, before=before: self._attempt(before)),
-                optimizer.register_step_post_hook(lambda *_: self._attempt(self._after_step)),
+                optimizer.register_step_post_hook(lambda *_, after=after: self._attempt(after)),
             ]
 
     @property
@@ -283,6 +287,9 @@ class StateSource:
         self._wait(0.0)
 
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        if self._stepped is not None:
+            last, ended_at = self._stepped
+            self._pauses[last] = time.monotonic() - ended_at
         limit = max(MAX_WAIT * self._total_bytes / self._bandwidth, LEAST_WAIT)
         self._wait(max(limit - self._waited, 0.0))
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -299,21 +306,21 @@ class StateSource:
         }
         self._step.copy(step)
 
-    def _after_step(self) -> None:
-        now = time.monotonic()
-        budget = float(CHUNK)
-        if self._stepped_at is not None and self._sending_time:
-            seconds = SHARE_OF_STEP * (now - self._stepped_at)
-            budget = min(max(budget, self._bandwidth * seconds - self._step.data_bytes), LARGEST_PIECE)
-        budget = max(budget, LEAST_SHARE * self._total_bytes)
-        self._stepped_at = now
+    def _after_step(self, number: int) -> None:
+        self._stepped = number, time.monotonic()
+        pause, budget = self._pauses.get(number), 0.0
+        if pause is not None and self._sending_time:
+            budget = self._bandwidth * SHARE_OF_STEP * pause - self._step.data_bytes
+            budget = min(budget, LARGEST_PIECE)
+        if pause is None or pause == max(self._pauses.values()):
+            budget = max(budget, CHUNK, LEAST_SHARE * self._total_bytes)
         parameters, others, size = [], {}, 0
-        while self._sent < len(self._tensors.parameters) and (not size or size < budget):
+        while self._sent < len(self._tensors.parameters) and size < budget:
             size += sum(tensor.nbytes for _, tensor in self._tensors.large(self._sent))
             parameter = self._tensors.parameters[self._sent].detach()
             parameters.append([parameter, dict(self._tensors.state(self._sent))])
             self._sent += 1
-        while self._waiting and (not size or size < budget):
+        while self._waiting and size < budget:
             name = self._waiting.popleft()
             others[name] = self._others[name]
             self._checksums[name] = checksum(others[name])
