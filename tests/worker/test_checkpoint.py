@@ -222,7 +222,7 @@ def test_an_unsupported_format_is_an_error(tmp_path: Path) -> None:
     manifest = tmp_path / "checkpoint-00000001.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
     with pytest.raises(
-        CheckpointError, match="format 99 is not supported: this version reads the formats 4 and 5"
+        CheckpointError, match="format 99 is not supported: this version reads the formats 6 and 7"
     ):
         store_in(tmp_path).load()
 

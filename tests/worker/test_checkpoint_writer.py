@@ -191,7 +191,7 @@ def group_of(*, is_main: bool = True) -> Any:
         rank=0 if is_main else 1,
         has_failed=False,
         broadcast=lambda value: value,
-        own=SimpleNamespace(messages=None),
+        own=SimpleNamespace(beside=None),
     )
 
 

@@ -219,6 +219,19 @@ def test_a_pass_may_end_on_all_replicas_with_the_same_step() -> None:
     job.require_each_once()
 
 
+def test_a_pass_may_end_where_a_list_of_one_becomes_that_of_all() -> None:
+    job = Job([0, 14, 13])
+    for plan, kept, steps in (
+        (BatchPlan(2, 3, 1), [], 1),
+        (BatchPlan(2, 1, 2), [], 5),
+        (BatchPlan(2, 2, 1), [0], 1),
+    ):
+        job.start(plan, kept)
+        for _ in range(steps):
+            job.step()
+    job.require_each_once()
+
+
 def test_a_shard_that_is_shorter_than_before_is_an_error() -> None:
     job = Job([30, 30])
     job.start(BatchPlan(1, 5, 1), [])

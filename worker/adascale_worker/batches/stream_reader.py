@@ -369,7 +369,11 @@ class StreamReader(Dataset[Any]):
             begin = place.begin if shard.number == place.number else each.begin
             found.append(_Begun(shard, each.position - position, begin))
         if self._iterator is None and not coming and start.is_shared:
-            coming.extend(self.stream.shards(found[-1].shard.number + 1))
+            # The pass has ended in a list of this replica's own.
+            last = found[-1]
+            length = start.consumed + self._next - position - last.begin
+            self._first = self._first or (last.shard.number, length)
+            coming.extend(self.stream.shards(last.shard.number + 1))
         self._begun, self._coming = found, coming
         del self._window[: position - self._base]
         self._base = 0
