@@ -88,24 +88,26 @@ def test_a_first_cycle_that_is_stuck_is_no_progress(
     progress: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = FakeCluster()
-    may_answer = threading.Event()
+    begun, may_answer = threading.Event(), threading.Event()
     read_jobs = cluster.service.read_jobs
 
     def hang(share: float) -> Any:
+        begun.set()
         assert may_answer.wait(30)
         return read_jobs(share)
 
     monkeypatch.setattr(cluster.service, "read_jobs", hang)
-    threading.Timer(0.3, may_answer.set).start()
-    seen: set[int] = set()
+    seen: list[int] = []
 
     def is_over() -> bool:
-        if not may_answer.is_set():
-            seen.add(len(progress))
+        if begun.is_set() and not may_answer.is_set():
+            seen.append(len(progress))
+            if len(seen) == 5:
+                may_answer.set()
         return bool(progress)
 
     cluster.run_until(is_over)
-    assert seen == {0}
+    assert seen == [0] * 5
 
 
 def test_a_decision_that_hangs_is_no_progress(progress: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
