@@ -38,7 +38,6 @@ def workload(namespace: str, checkpoint: Checkpoint | None = None, **worker: Any
     )
     made = pod_templates.workload(
         made_of,
-        id=f"{namespace}.digits",
         checkpoint=checkpoint or checkpoint_settings(path="/data"),
         active_deadline_seconds=3600,
     )
