@@ -144,25 +144,25 @@ class _Tensors:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
         places = [
-            (each, group, parameter)
-            for each in optimizers
-            for group in each.param_groups
+            (owner, group, parameter)
+            for owner, optimizer in enumerate(optimizers)
+            for group in optimizer.param_groups
             for parameter in group["params"]
         ]
         self.owners = [owner for owner, _, _ in places]
-        """The optimizer of each parameter."""
+        """The number of the optimizer of each parameter."""
         self.groups = [group for _, group, _ in places]
         """The group of each parameter."""
         self.parameters = [parameter for _, _, parameter in places]
 
     def state(self, number: int) -> dict[str, Any]:
         """Return what is kept for a parameter."""
-        kept: dict[str, Any] = self.owners[number].state.get(self.parameters[number], {})
+        kept: dict[str, Any] = self.optimizers[self.owners[number]].state.get(self.parameters[number], {})
         return kept
 
-    def of(self, optimizer: torch.optim.Optimizer, count: int) -> list[int]:
+    def of(self, optimizer: int, count: int) -> list[int]:
         """Return which of the first parameters an optimizer has."""
-        return [number for number in range(count) if self.owners[number] is optimizer]
+        return [number for number in range(count) if self.owners[number] == optimizer]
 
     def large(self, number: int) -> Iterator[tuple[Key, Tensor]]:
         """Yield a parameter, and the tensors of its size."""
@@ -221,8 +221,7 @@ class StateSource:
         self._others = dict(_large_tensors(state, self._tensors))
         self._waiting.extend(self._others)
         for number, optimizer in enumerate(self._tensors.optimizers):
-            before = partial(self._before_step, number, optimizer)
-            after = partial(self._after_step, number)
+            before, after = partial(self._before_step, number), partial(self._after_step, number)
             self._hooks += [
                 optimizer.register_step_pre_hook(lambda *_, before=before: self._attempt(before)),
                 optimizer.register_step_post_hook(lambda *_, after=after: self._attempt(after)),
@@ -286,15 +285,16 @@ class StateSource:
             check()
         self._wait(0.0)
 
-    def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, number: int) -> None:
         if self._stepped is not None:
             last, ended_at = self._stepped
             self._pauses[last] = time.monotonic() - ended_at
         limit = max(MAX_WAIT * self._total_bytes / self._bandwidth, LEAST_WAIT)
         self._wait(max(limit - self._waited, 0.0))
+        optimizer = self._tensors.optimizers[number]
         if getattr(optimizer, "grad_scale", None) is not None:
             raise OSError("the optimizer divides gradients by the scale of the loss")
-        sent = self._tensors.of(optimizer, self._sent)
+        sent = self._tensors.of(number, self._sent)
         step = {
             "optimizer": number,
             "groups": [
@@ -438,7 +438,7 @@ class StateFollower:
     ) -> None:
         """Make a step of an optimizer for the parameters that this replica has."""
         stepping = self._tensors.optimizers[optimizer]
-        own = self._tensors.of(stepping, self.count)
+        own = self._tensors.of(optimizer, self.count)
         for group, settings in zip(stepping.param_groups, groups, strict=True):
             for name, value in settings.items():
                 group[name] = _on_device_of(group[name], value) if name in group else value
@@ -470,7 +470,7 @@ class StateFollower:
         parameter = self._tensors.parameters[number]
         group = self._tensors.groups[number]
         counts_on_device = group.get("capturable") or group.get("fused")
-        state = self._tensors.owners[number].state[parameter]
+        state = self._tensors.optimizers[self._tensors.owners[number]].state[parameter]
         for name, value in kept.items():
             before = state.get(name)
             if isinstance(before, Tensor) and isinstance(value, Tensor):
