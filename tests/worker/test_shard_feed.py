@@ -57,6 +57,9 @@ class Member:
         self.table.barrier.wait()
         return values
 
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
     def make_shard(self, index: int) -> Iterator[tuple[int, int]]:
         for offset in range(self.lengths[index]):
             self.read += 1

@@ -338,7 +338,7 @@ class DataFeed:
         length, stream = self._stream.length_at(consumed), self._stream.stream
         if stream is None or stream.is_exact:
             self._length = length
-        elif ends_by_epochs and any(self._group.gather([length is not None])[0]):
+        elif ends_by_epochs and self._group.broadcast(length is not None):
             # Each replica reads a pass of its own. That of rank 0 counts.
             self._length = consumed - self._origin.consumed
 

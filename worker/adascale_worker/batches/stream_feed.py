@@ -172,6 +172,18 @@ class StreamFeed:
 
     def place_at(self, consumed: int) -> StreamPlace:
         """Return what is left where all replicas together have got `consumed` samples, at a step boundary."""
+        place = self._reached(consumed)
+        if len(self._lists) != 1 or place is self._place:
+            return place
+        # The reader says which shard is the first one that is left.
+        assert self.stream is not None, "its list is read"
+        assert self._place is not None
+        is_same_pass = place.number == self._place.number
+        shards = self._lists[0] if is_same_pass else self.stream.shards(place.number)
+        later = itertools.dropwhile(lambda each: each.index != place.rest[0].index, shards)
+        return replace(place, rest=(*place.rest, *itertools.islice(later, 1, None)))
+
+    def _reached(self, consumed: int) -> StreamPlace:
         assert self._place is not None, "a stream was opened, or a place restored"
         if len(self._lists) > 1 and self.stream is not None:
             paths, before = self._paths, self._since
@@ -190,7 +202,7 @@ class StreamFeed:
             len(path) < len(shards) for path, shards in zip(self._paths, self._lists, strict=True)
         ):
             return None  # The next exchange comes before the end of the pass.
-        return self.place_at(consumed).length
+        return self._reached(consumed).length
 
     def finished_step(self, consumed: int) -> None:
         """Record that training is at a step boundary, and never returns to one before."""
@@ -199,7 +211,7 @@ class StreamFeed:
         if len(self._lists) > 1:
             self.exchanges += consumed - self._since >= self._steps * self._plan.global_bsz
         elif self._is_dealt:
-            self.exchanges += self.place_at(consumed).number != self._number
+            self.exchanges += self._reached(consumed).number != self._number
 
     # -- micro-batches ------------------------------------------------------------------------------------
 
@@ -235,7 +247,7 @@ class StreamFeed:
                 return self._batches
         # Some members may know the ends of more shards, if others were lost while they exchanged them.
         assert self._group is not None
-        place = StreamPlace.from_state(self._group.gather(place.state_dict())[0])
+        place = StreamPlace.from_state(self._group.broadcast(place.state_dict()))
         while True:
             lists = deal(place, plan.replicas)
             batches = self._begin(place, lists, consumed)

@@ -157,9 +157,9 @@ class Stream:
             )
         return stream
 
-    def reads_as(self, other: Stream | None) -> bool:
+    def reads_as(self, other: Stream) -> bool:
         """Whether the records of another stream are the same."""
-        if other is None or replace(self, transform=None) != replace(other, transform=None):
+        if replace(self, transform=None) != replace(other, transform=None):
             return False
         # A method of an object is another object each time.
         return self.dataset is other.dataset or (self.is_function and bool(self.dataset == other.dataset))
@@ -491,15 +491,22 @@ class StreamReader(Dataset[Any]):
     # -- places -------------------------------------------------------------------------------------------
 
     def _place_at(self, position: int) -> StreamPlace:
-        """Return the place at a position whose record, or the end of a shard, was read."""
+        """Return the place at a position whose record, or the end of a shard, was read.
+
+        It has the first shard that is left only: there may be thousands, and there is a place for each
+        micro-batch.
+        """
         assert self._start is not None
         place = self._start.place
         last = max(number for number, each in enumerate(self._begun) if each.position <= position)
         shard, first, begin = self._begun[last]
-        rest = [each.shard for each in self._begun[last + 1 :]] + list(self._coming)
         if position < self._next or self._iterator is not None:
-            rest.insert(0, replace(shard, offset=shard.offset + position - first))
-        number, offset = rest[0].number, rest[0].offset
+            left = replace(shard, offset=shard.offset + position - first)
+        elif last + 1 < len(self._begun):
+            left = self._begun[last + 1].shard
+        else:
+            left = self._coming[0]
+        number, offset = left.number, left.offset
         length = place.length
         if length is None and self._first is not None and number > self._first[0]:
             length = self._first[1]
@@ -507,7 +514,7 @@ class StreamReader(Dataset[Any]):
         return StreamPlace(
             number,
             begin if number == shard.number else self._start.consumed + position,
-            tuple(each for each in rest if each.number == number),
+            (left,),
             length,
             self._fingerprint_at(position) if self._is_compared and offset else None,
             states[-1] if states else None,
