@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.loop import evaluation as exchanges
-from adascale_worker.loop.evaluation import Evaluation, Exchange, total
+from adascale_worker.loop.evaluation import Evaluation, Exchange, condensed, total
 from adascale_worker.membership.process_group import ReplicaGroup
 from support.examples import examples
 from support.training import ACCUMULATING, FIXED, MakeTrainer, make_step, network, samples, sgd
@@ -157,6 +157,8 @@ def test_sums_do_not_depend_on_the_order_of_replicas(numbers: list[float], rando
     expected = float(sum(map(Fraction, numbers)))
     random.shuffle(numbers)
     assert total(numbers) == expected
+    middle = random.randint(0, len(numbers))
+    assert total([*condensed(numbers[:middle]), *condensed(numbers[middle:])]) == expected
 
 
 def test_sums_of_integers_stay_integers_and_those_that_are_not_finite_stay_so() -> None:

@@ -37,9 +37,18 @@ Number = int | float
 
 def total(numbers: Sequence[Number]) -> Number:
     """Return the sum of numbers, rounded once: an int if all are integers."""
-    if all(isinstance(each, int) or math.isfinite(each) for each in numbers):
-        return sum(numbers) if all(isinstance(each, int) for each in numbers) else math.fsum(numbers)
-    return sum(numbers)
+    is_exact = all(isinstance(each, int) for each in numbers)
+    return sum(numbers) if is_exact or not all(map(math.isfinite, numbers)) else math.fsum(numbers)
+
+
+def condensed(numbers: Sequence[Number]) -> list[Number]:
+    """Return few numbers with exactly the same sum, whatever is added to it."""
+    if all(isinstance(each, int) for each in numbers) or not all(map(math.isfinite, numbers)):
+        return [sum(numbers)]
+    parts: list[Number] = []
+    while rest := math.fsum([*numbers, *(-each for each in parts)]):
+        parts.append(rest)
+    return parts or [0.0]
 
 
 class Evaluation(Iterator[Any]):
@@ -313,7 +322,7 @@ class Evaluation(Iterator[Any]):
         """Read the numbers that were added since the last call."""
         added, self._added = self._added, {}
         if not self._gathers:
-            self._extend({name: list(_numbers(values)) for name, values in added.items()})
+            self._extend({name: condensed([*_read(values)]) for name, values in added.items()})
 
     def _extend(self, numbers: Mapping[str, Sequence[Number]]) -> None:
         for name, values in numbers.items():
@@ -353,7 +362,7 @@ def _on_host(output: object) -> object:
     )
 
 
-def _numbers(values: list[Tensor | Number]) -> Iterator[Number]:
+def _read(values: list[Tensor | Number]) -> Iterator[Number]:
     """Yield the values as numbers, with one transfer from the device for all tensors of a type."""
     yield from (value for value in values if not isinstance(value, Tensor))
     tensors = [value for value in values if isinstance(value, Tensor)]
