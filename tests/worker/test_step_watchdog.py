@@ -15,7 +15,6 @@ from adascale_core.messages.channel import Stalled
 from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.failures import Failures
-from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.program.program_loop import ProgramLoop
@@ -74,7 +73,7 @@ class Observed:
             departures=mock.MagicMock(find_failure=lambda _: None),
         )
         parts.program.trained.find_failure = lambda _: None
-        self.watchdog = Failures(cast(Context, parts), cast(Steps, None))
+        self.watchdog = Failures(cast(Context, parts))
 
     def send(self, message: Stalled) -> None:
         self.reports.append(message.stall)

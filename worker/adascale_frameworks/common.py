@@ -112,7 +112,7 @@ def order_of(sampler: object, samples: int, what: str, way: str) -> dict[str, An
     )
 
 
-def require_batch_size(loader: DataLoader[Any], what: str, way: str) -> int:
+def _require_batch_size(loader: DataLoader[Any], what: str, way: str) -> int:
     """Return the batch size of a loader of a data set with items by index.
 
     For errors, `what` is where the loader is from, and `way` how the program gets batches of similar length.
@@ -174,7 +174,7 @@ class ElasticLoader(ReplacedLoader):
             )
         super().__init__(loader)
         self._begin = begin
-        self.batch_size = require_batch_size(loader, what, way.format("lengths"))
+        self.batch_size = _require_batch_size(loader, what, way.format("lengths"))
         self.samples = len(loader.dataset)  # type: ignore[arg-type]
         sampler, way = loader.sampler, way.format("order")
         self.order = {} if has_order else order_of(sampler, self.samples, what, way)

@@ -101,13 +101,12 @@ class MicroBatches(Sampler[list[int]]):
         plan: BatchPlan,
         rank: int,
         division: StepDivision | None = None,
-        probes: Sequence[int] = (),
     ) -> None:
         self._division = division
         self.drawn: deque[tuple[StepPlan, int]] | None = None if division is None else deque()
         """How the step of each micro-batch that was drawn is delivered, and the index of the micro-batch in a
         divided step, else 0. `LoadedBatches` takes them from here. None if no step is divided."""
-        self.begin(samples, start, plan, rank, probes)
+        self.begin(samples, start, plan, rank)
 
     def begin(
         self, samples: SampleSequence, start: int, plan: BatchPlan, rank: int, probes: Sequence[int] = ()

@@ -29,8 +29,8 @@ class StepFailure:
     def __init__(
         self,
         group: ReplicaGroup,
-        repeats_in_smaller_batches: Callable[[BaseException], bool] = lambda _: False,
-        on_discard: Callable[[], None] = lambda: None,
+        repeats_in_smaller_batches: Callable[[BaseException], bool],
+        on_discard: Callable[[], None],
     ) -> None:
         self._group = group
         self._repeats_in_smaller_batches = repeats_in_smaller_batches

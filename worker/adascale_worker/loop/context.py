@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from adascale_worker.loop.evaluation import EvaluationSequence
     from adascale_worker.loop.failures import MemoryShortage
     from adascale_worker.loop.generations import Membership
-    from adascale_worker.loop.steps import ModelBuffers, StepUndo
+    from adascale_worker.loop.steps import ModelBuffers, Steps, StepUndo
     from adascale_worker.program.optimizers import Optimizers
     from adascale_worker.program.parts import ProgramParts
     from adascale_worker.program.program_loop import ProgramLoop
@@ -249,6 +249,7 @@ class Context(Replica):
     membership: Membership | None  # None without an agent
     departures: LoopDepartures
     evaluations: EvaluationSequence
+    steps: Steps
 
     def __init__(self, known: Replica) -> None:
         vars(self).update(vars(known))

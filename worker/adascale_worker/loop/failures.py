@@ -23,7 +23,6 @@ from adascale_core.messages.channel import Limited, Stalled
 from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_worker.gradients.step_failure import is_out_of_memory, kind_of, release_memory
 from adascale_worker.loop.context import Context
-from adascale_worker.loop.steps import Steps
 from adascale_worker.process import environment
 from adascale_worker.process.exit import end_process
 from adascale_worker.process.user_code import is_own, location, raising_line
@@ -109,9 +108,8 @@ class Failures(Context):
     _since = float("-inf")
     _is_stalled = False
 
-    def __init__(self, known: Context, steps: Steps) -> None:
+    def __init__(self, known: Context) -> None:
         super().__init__(known)
-        self._steps = steps
         self._step_timeout = environment.read_step_timeout(os.environ) or math.inf
         self._main, self._pid = threading.get_ident(), os.getpid()
         self._is_stopped = threading.Event()
@@ -129,7 +127,7 @@ class Failures(Context):
                     "the next generation",
                 )
             # An NCCL error before the first step can mean a wrong configuration.
-            if self._steps.has_stepped or self.device.type == "cpu":
+            if self.steps.has_stepped or self.device.type == "cpu":
                 reason = str(error).splitlines()[0]
                 print(
                     "adascale: lost the connection to another replica, whose output says why it has ended "
@@ -168,7 +166,7 @@ class Failures(Context):
             traceback.clear_frames(trace)
             release_memory()
             try:
-                self._steps.discard()
+                self.steps.discard()
                 self.state.save_alone()
             except (RuntimeError, MemoryError) as failure:
                 print(f"adascale: the state was not saved: {failure}", file=sys.stderr)

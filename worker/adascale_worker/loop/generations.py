@@ -40,7 +40,6 @@ from adascale_worker.errors import (
 )
 from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.context import Context
-from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.links import AgentChannel, Formation, MembershipLinks, PeersLostError
 from adascale_worker.membership.replica_processes import described_error, shared_error
 from adascale_worker.process import environment
@@ -412,10 +411,6 @@ SHARED_ERRORS = (UnusableCheckpointError, StorageUnavailableError, CheckpointErr
 
 class Generations(Context):
     """Enters and leaves generations."""
-
-    def __init__(self, known: Context, steps: Steps) -> None:
-        super().__init__(known)
-        self.steps = steps
 
     # -- the first generation -----------------------------------------------------------------------------
 

@@ -136,9 +136,9 @@ class Training(Context):
         self.departures = LoopDepartures(group)
         self.evaluations = EvaluationSequence(self)
         kind = SeveralOptimizers if parts.are_several else Steps
-        self.steps: Steps = kind(self)
-        self.generations = Generations(self, self.steps)
-        self._failures = Failures(self, self.steps)
+        self.steps = kind(self)
+        self.generations = Generations(self)
+        self._failures = Failures(self)
         self._undo = ExitStack()
         """Undoes what affects the whole process."""
 

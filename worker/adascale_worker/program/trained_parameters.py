@@ -79,8 +79,9 @@ class TrainedParameters:
         if not (differences and choice == "program"):
             # The next checkpoint contains them again, so that a later run reports the same differences.
             self._initial = saved
+            frozen = frozenset(state["frozen"])
             for name, parameter in self._parameters.items():
-                parameter.requires_grad_(name not in state["frozen"])
+                parameter.requires_grad_(name not in frozen)
         self.record()
         self.undo(state)
         return differences
