@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -118,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
         "--port",
-        type=_port,
+        type=partial(_integer, least=0, most=65535),
         default=DEFAULT_API_PORT,
         help="port to listen on; 0 for any free port (default: %(default)s)",
     )
@@ -179,14 +180,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-connections",
         metavar="NUMBER",
-        type=_positive,
+        type=_integer,
         help="open connections, where one whose request waits counts one and a half times; the limit of open "
         f"files must allow as many (default: {MAX_CONNECTIONS}, with TLS {MAX_TLS_CONNECTIONS})",
     )
     parser.add_argument(
         "--request-timeout",
         metavar="SECONDS",
-        type=_positive,
+        type=_integer,
         default=REQUEST_TIMEOUT,
         help="seconds for a request to arrive, until its connection is closed (default: %(default)g)",
     )
@@ -207,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             option,
             metavar="DAYS" if option.endswith("days") else "NUMBER",
-            type=_positive,
+            type=_integer,
             default=default,
             help=f"{what} (default: %(default)s)",
         )
@@ -219,17 +220,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _port(text: str) -> int:
-    port = int(text) if text.isdecimal() else -1
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 1 to 65535, or 0 for any free port")
-    return port
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() and len(text) <= len(str(MAX_INTEGER)) else 0
-    if not 1 <= number <= MAX_INTEGER:
-        raise argparse.ArgumentTypeError(f"got {text}, expected an integer from 1 to {MAX_INTEGER}")
+def _integer(text: str, least: int = 1, most: int = MAX_INTEGER) -> int:
+    number = int(text) if text.isdecimal() and len(text) <= len(str(most)) else -1
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"got {text}, expected an integer from {least} to {most}")
     return number
 
 

@@ -7,6 +7,7 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -85,12 +86,9 @@ def serve(
 
 def is_loopback(host: str) -> bool:
     """Whether only programs on this machine can connect to `host`."""
-    if host == "localhost":
-        return True
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 def open_limits(wanted: int, request_timeout: float) -> ConnectionLimits:

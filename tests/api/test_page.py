@@ -3,13 +3,14 @@
 import asyncio
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
 import pytest
 
-from adascale_api.service.summaries import Summaries
+from adascale_api.service.summaries import Documents, make_summaries
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.views.job_summary import JobStateName, JobSummary
@@ -130,10 +131,12 @@ def test_clients_that_ask_together_share_a_read() -> None:
         return []
 
     async def ask() -> None:
-        summaries = Summaries(read)
-        for result in await asyncio.gather(*(summaries.get() for _ in range(9)), return_exceptions=True):
+        documents, make = Documents(), partial(make_summaries, read)
+        for result in await asyncio.gather(
+            *(documents.get("all", make) for _ in range(9)), return_exceptions=True
+        ):
             assert isinstance(result, ZeroDivisionError)
-        first, *others = await asyncio.gather(*(summaries.get() for _ in range(9)))
+        first, *others = await asyncio.gather(*(documents.get("all", make) for _ in range(9)))
         assert all(other is first for other in others)
 
     asyncio.run(ask())

@@ -89,6 +89,8 @@ def show(page: Page, service: ServiceProcess, route: str = "#/") -> None:
     page.on("response", lambda response: requests.append(f"{response.status} {response.url}"))
     page.on("requestfailed", lambda request: requests.append(f"{request.failure} {request.url}"))
     for _ in range(5):
+        # From one fragment of a document to the same, Chromium would not load the document again.
+        page.goto("about:blank")
         requests.clear()
         with contextlib.suppress(sync_api.Error):
             page.goto(f"http://127.0.0.1:{service.port}/{route}")

@@ -457,7 +457,7 @@ def test_jobs_are_removed_some_time_after_their_last_change_and_report(store: St
 
 def test_a_transaction_within_the_handling_of_an_error_is_undone_at_its_end(tmp_path: Path) -> None:
     connector = open_database(f"sqlite:///{tmp_path / 'service.db'}")
-    connections = Connections(connector, JobCache(), writes=True)
+    connections = Connections(connector, JobCache(), 1, "writer", writes=True)
     try:
         raise connector.error
     except connector.error:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from subprocess import Popen
 
+import pytest
 from rich.console import Console
 
+from adascale_controller.job.phase import describe_loss
 from adascale_controller.local.control_loop import LOSS_TIMEOUT, STALL_TIMEOUT, EventMessages
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
@@ -64,8 +66,8 @@ def recorded(path: Path) -> Recorded:
     return Recorded(folder)
 
 
-def lost(rank: int, exit_code: int) -> ReplicaView:
-    registration = Registration(rank, "first", ReplicaState.LOST, 1, "127.0.0.1", 1, exit_code)
+def lost(rank: int, exit_code: int, generation: int = 1) -> ReplicaView:
+    registration = Registration(rank, "first", ReplicaState.LOST, generation, "127.0.0.1", 1, exit_code)
     return ReplicaView.of(registration, 0.0)
 
 
@@ -78,6 +80,23 @@ def test_a_loss_is_reported_with_the_exit_code_of_the_lost_replica(tmp_path: Pat
     run.events.report_losses(view, 2.1)
     run.events.report_losses(view, 2.2)
     assert run.messages == ["The trainer of replica 0 was lost (killed by SIGKILL); restarting it"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "generations", "message"),
+    [
+        (False, (1, 2), "The trainer of replica 1 was lost (killed by SIGKILL)"),
+        (False, (2, 1), "The trainer of replica 0 was lost (exit code 70)"),
+        (True, (1, 3), "The trainer of replica 1 was lost (killed by SIGKILL)"),
+        (True, (1, 2), None),
+    ],
+)
+def test_of_several_losses_the_newest_is_described(
+    *, broken: bool, generations: tuple[int, int], message: str | None
+) -> None:
+    replicas = (lost(0, 70, generations[0]), lost(1, -9, generations[1]))
+    view = replace(VIEW, active=ActiveAllocation(3, 2), broken=broken, replicas=replicas)
+    assert describe_loss(view) == message
 
 
 def test_a_loss_without_an_exit_code_is_reported_after_a_timeout(tmp_path: Path) -> None:

@@ -202,11 +202,11 @@ def test_the_service_is_updated_under_running_agents_and_set_back_and_their_chec
     service.replaced_by(ROOT)
     step = job.trains_on(1)
     job.stop()
-    # The state has other parts since then.
+    # The state has another format since then.
     job.start_agents(ROOT, 1)
     (updated,) = job.agents
     assert updated.wait() != 0
-    assert "another version of adascale-operator has saved it" in updated.log.read_text()
+    assert "use the version that wrote it" in updated.log.read_text()
     assert "Traceback" not in updated.log.read_text()
     job.agents.clear()
     job.start_agents(before, 1)

@@ -163,8 +163,8 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
     job.wait_for_training(message.generation + 1, replicas=2)
     view = job.service.job()
     assert view["failures"] == 1
-    # On a slow machine, others may have been broken before and after the one that failed.
-    assert view["disruptions"] <= view["active"]["generation"] - 2
+    # On a slow machine, others may have been broken before and after the one that failed, also the newest.
+    assert view["disruptions"] + view["failures"] <= view["active"]["generation"]
 
 
 @pytest.mark.parametrize(

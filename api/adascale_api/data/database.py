@@ -142,8 +142,8 @@ class Database:
     ) -> None:
         """Report changes in the event loop.
 
-        `on_change` gets the id of a job and its state, None if that is deleted or was changed by another
-        service; `on_missed` is called if changes of other services may have been missed.
+        `on_change` gets the id of a job and its state, None if that is deleted or not known here; `on_missed`
+        is called if changes of other services may have been missed.
         """
         loop = asyncio.get_running_loop()
         self._on_change = on_change
@@ -155,7 +155,7 @@ class Database:
             # of what was only read.
             if version < 0 or known is None or known.version < version:
                 self.cache.remove(job_id)
-            on_change(job_id, None)
+            on_change(job_id, self.cache.get(job_id))
 
         def listening(is_current: bool) -> None:
             self._is_current = is_current
@@ -217,19 +217,14 @@ class Database:
         """Note what was committed, before any request is answered: the next one finds the new state."""
         for job_id in committed.deleted:
             self.cache.remove(job_id)
-        # Without those that another service has changed since.
-        newest = {
-            job_id: job
-            for job_id, job in committed.jobs.items()
-            if 0 <= self._notified.get(job_id, 0) <= job.version
-        }
-        for job_id in committed.jobs.keys() - newest.keys():
-            self.cache.remove(job_id)
-        for job in newest.values():
-            self.cache.put(job)
+        for job in committed.jobs.values():
+            if 0 <= self._notified.get(job.id, 0) <= job.version:
+                self.cache.put(job)
+            else:
+                self.cache.remove(job.id)  # another service has changed it since
         try:
             for job_id in committed.changed | committed.deleted:
-                self._on_change(job_id, newest.get(job_id))
+                self._on_change(job_id, self.cache.get(job_id))
         except Exception:
             logger.exception("a commit is stored, but what waits for it was not notified")
 
@@ -302,7 +297,7 @@ class Database:
         if reason := await asyncio.to_thread(self._problem, thorough=thorough):
             self.note_damage(reason)
         elif self.is_full:
-            await self.write(lambda transaction: transaction.execute(_WRITE))
+            await self.write(lambda each: each.execute(Sql(f"UPDATE {SCHEMA} SET version = version")))
 
     def _problem(self, *, thorough: bool) -> str:
         try:
@@ -335,9 +330,6 @@ class Database:
                 return await result
         except TimeoutError:
             raise DatabaseError(f"no answer within {DEADLINE} s", hint) from None
-
-
-_WRITE = Sql(f"UPDATE {SCHEMA} SET version = version")
 
 
 def open_database(url: str) -> Connector:

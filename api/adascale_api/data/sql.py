@@ -106,8 +106,8 @@ class Connections:
         self,
         connector: "Connector",
         cache: JobCache,
-        threads: int = 1,
-        name: str = "",
+        threads: int,
+        name: str,
         *,
         writes: bool = False,
     ) -> None:

@@ -201,7 +201,6 @@ export class JobView {
       const [job, { generations, decided_at: decidedAt }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
       this.generations = generations;
       this.showResult();
-      this.showSlow();
       this.showDeclaration(job.spec);
       if (decidedAt === null || decidedAt !== this.decided) this.showDecision(decidedAt === null ? null : await get(`${path}/decision`, signal));
       this.showGenerations();
@@ -266,8 +265,9 @@ export class JobView {
   showSlow() {
     const { slowness, latest } = this.job ?? {};
     this.slow.hidden = !slowness;
-    const cause = slowness && this.slowReplica !== null && latest.nodes === 1 && latest.accelerator === "cpu" ? " On one machine the usual cause is that more processes compute than it has free cores." : "";
-    setText(this.slow, slowness ? `${slowness[0].toUpperCase()}${slowness.slice(1)}.${cause}` : "");
+    if (!slowness) return setText(this.slow, "");
+    const cause = this.slowReplica !== null && latest.nodes === 1 && latest.accelerator === "cpu" ? " On one machine the usual cause is that more processes compute than it has free cores." : "";
+    setText(this.slow, `${slowness[0].toUpperCase()}${slowness.slice(1)}.${cause}`);
   }
 
   showDeclaration(spec) {

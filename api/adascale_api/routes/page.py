@@ -1,13 +1,14 @@
 """The page that shows the jobs, with headers that keep its files harmless, and what only the page reads."""
 
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.staticfiles import StaticFiles
 
 from adascale_api.routes.common import READER, ServiceOf, answer, errors
-from adascale_api.service.summaries import SummaryList
+from adascale_api.service.summaries import INTERVAL, Document, SummaryList, make_summaries
 from adascale_core.views.usage import UsageGroup, UsageView, usage
 
 HEADERS = {
@@ -28,17 +29,7 @@ LISTED = 8
 router = APIRouter(tags=["page"])
 
 
-class _PageFiles(StaticFiles):
-    """The files of the page, which hold no data."""
-
-    def file_response(self, *of: Any, **options: Any) -> Response:
-        """Return a file, with headers that keep it harmless."""
-        response = super().file_response(*of, **options)
-        response.headers.update(HEADERS)
-        return response
-
-
-_FILES = _PageFiles(packages=[("adascale_api", "page")])
+_FILES = StaticFiles(packages=[("adascale_api", "page")])
 
 
 @router.get("/", include_in_schema=False)
@@ -49,8 +40,10 @@ async def get_page(request: Request) -> Response:
 
 @router.get("/page/{name}", include_in_schema=False)
 async def get_page_file(request: Request, name: str) -> Response:
-    """A file of the page."""
-    return await _FILES.get_response(name, request.scope)
+    """A file of the page, which holds no data."""
+    response = await _FILES.get_response(name, request.scope)
+    response.headers.update(HEADERS)
+    return response
 
 
 @router.get(
@@ -63,7 +56,7 @@ async def get_page_file(request: Request, name: str) -> Response:
 async def get_summaries(service: ServiceOf, request: Request) -> Response:
     """Returns what a list shows of the first 5,000 jobs, without logs and addresses. `interval` is the number
     of seconds after which a page asks again."""
-    content, etag = await service.summaries.get()
+    content, etag, _ = await service.documents.get("summaries", partial(make_summaries, service.summaries))
     headers = {**HEADERS, "ETag": etag}
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
@@ -87,7 +80,12 @@ async def get_usage(
 ) -> Response:
     """Returns the mean number of replicas in each interval, for each of the jobs or namespaces that have used
     most, and for all others together."""
-    now = service.clock()
-    used = await service.used_replicas(now - seconds, now, by)
-    found = await run_in_threadpool(usage, used, now - seconds, now, points, LISTED, by)
-    return answer(found, shows_all=True)
+
+    async def make() -> Document:
+        now = service.clock()
+        used = await service.used_replicas(now - seconds, now)
+        found = await run_in_threadpool(usage, used, now - seconds, now, points, LISTED, by)
+        return Document(bytes(answer(found, shows_all=True).body), "", min(INTERVAL, seconds / points))
+
+    document = await service.documents.get((seconds, points, by), make)
+    return Response(document.content, media_type="application/json")

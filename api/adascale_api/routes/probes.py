@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
 
 from adascale_api.data.sql import Sql
 from adascale_api.errors import UnavailableError
@@ -28,7 +29,7 @@ async def get_health() -> HealthResponse:
 @router.get("/readyz", summary="Readiness probe", responses=errors(503))
 async def get_readiness(service: ServiceOf) -> HealthResponse:
     """Reads the database. Fails if it is damaged, and while the disk is too full to store anything."""
-    await service.database.read(lambda transaction: transaction.first(_READ))
+    await service.database.read(lambda each: each.first(Sql("SELECT version FROM adascale_schema")))
     if service.database.is_full:
         raise UnavailableError("the disk is full: nothing can be stored until there is room")
     return HealthResponse("ok")
@@ -38,23 +39,14 @@ async def get_readiness(service: ServiceOf) -> HealthResponse:
     "/metrics",
     summary="Metrics for Prometheus",
     dependencies=READER,
-    response_class=Response,
-    responses={
-        200: {
-            "description": "The metrics in Prometheus' text format.",
-            "content": {METRICS_MEDIA_TYPE: {"schema": {"type": "string"}}},
-        },
-        **errors(401, 403, 503),
-    },
+    response_class=PlainTextResponse,
+    responses=errors(401, 403, 503),
 )
-async def get_metrics(service: ServiceOf) -> Response:
+async def get_metrics(service: ServiceOf) -> PlainTextResponse:
     """The gain, efficiency, progress, replicas and local batch size of each job; reports and requests of this
     process. While the database can't be read, those of jobs are missing."""
     try:
         text = await service.database.read_long(service.metrics.text)
     except UnavailableError:
         text = service.metrics.process_text()
-    return Response(text, media_type=METRICS_MEDIA_TYPE)
-
-
-_READ = Sql("SELECT version FROM adascale_schema")
+    return PlainTextResponse(text, media_type=METRICS_MEDIA_TYPE)

@@ -2,7 +2,8 @@
 
 FastAPI's routing and dependencies would take more time for each than all the rest, and more memory while it
 waits. So the application, which measures each request and limits its body, calls the functions of these
-routes directly. FastAPI answers all others, and documents these too.
+routes directly, and that of what each open page reads again and again. FastAPI answers all others, and
+documents these too.
 """
 
 import re
@@ -38,6 +39,7 @@ from adascale_api.routes.common import (
     may_read,
     response_to,
 )
+from adascale_api.routes.page import get_summaries
 from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
@@ -180,7 +182,9 @@ class MetricsService:
             self._service.metrics.observe(scope["method"], route, status, time.perf_counter() - started)
 
     def _find(self, scope: Scope) -> tuple[str, Endpoint | None]:
-        """Return the path of the route that a request has, and the endpoint of one that workers call."""
+        """Return the path of the route that a request has, and the endpoint of one that is called often."""
+        if scope["method"] == "GET" and scope["path"] == "/summaries":
+            return "/summaries", self._get_summaries
         path = _PATH.fullmatch(scope["path"])
         if path is not None:
             job, name, replica = path.groups()
@@ -194,6 +198,11 @@ class MetricsService:
                 if seconds <= MAX_WAIT:
                     return "/jobs/{job}/allocation", partial(self._wait_for_change, job, version, seconds)
         return "none", None
+
+    async def _get_summaries(self, request: Request) -> Response:
+        if self._service.settings.protect_reads:
+            await authorize(request, self._service, Role.READER, None)
+        return await get_summaries(self._service, request)
 
     async def _post_gain(self, job: str, request: Request) -> Response:
         job_id = await self._authorize_worker(job, request)

@@ -8,6 +8,7 @@ record its heartbeat. After a start, each replica has the whole timeout to send 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from adascale_api.data.database import Database
 from adascale_api.data.job import StoredJob, skip_unreadable
@@ -126,7 +127,7 @@ class HeartbeatMonitor:
             self._unread.update(await self._database.read(jobs.incomplete_ids))
             self._is_loaded = True
         while self._unread:
-            together = [(job_id, job_id) for job_id in sorted(self._unread)[: jobs.JOBS_TOGETHER]]
+            together = [(job_id, job_id) for job_id in nsmallest(jobs.JOBS_TOGETHER, self._unread)]
             self._reading = {job_id for job_id, _ in together}
             self._unread -= self._reading
             read = set[str]()

@@ -23,11 +23,11 @@ from adascale_api.data.store import jobs
 from adascale_api.errors import NotFoundError, UnavailableError, UsageError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.service.service import Service, Settings
-from adascale_api.service.summaries import Summaries, summary_reader
+from adascale_api.service.summaries import Documents, summary_reader
 from adascale_core.names import DEFAULT_NAMESPACE
 from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.job_summary import JobStateName, JobSummary, RunEntry, summarize
-from adascale_core.views.usage import UsageGroup, UsedReplicas
+from adascale_core.views.usage import UsedReplicas
 
 MAX_OPEN = 32
 """Databases that are open at the same time."""
@@ -60,7 +60,7 @@ class RunServices:
         self.authorizer = authorizer
         self.settings = Settings()
         self.connections = connections
-        self.summaries = Summaries(self._summaries)
+        self.documents = Documents()
         self.clock = clock
         self._path = path
         self._entries = {entry.id: entry for entry in read_entries(path)}
@@ -68,7 +68,7 @@ class RunServices:
         """The runs that have ended, and what was read of them, by id."""
         self._places = asyncio.Semaphore(MAX_OPEN)
 
-    async def _summaries(self) -> list[JobSummary]:
+    async def summaries(self) -> list[JobSummary]:
         """Return the summary of each run."""
         await self._read_list()
         entries = self._entries
@@ -100,8 +100,8 @@ class RunServices:
             finally:
                 await database.close()
 
-    async def used_replicas(self, since: float, now: float, by: UsageGroup) -> list[UsedReplicas]:
-        """Return the replicas that the runs have used since a time, by their ids or those of their jobs."""
+    async def used_replicas(self, since: float, now: float) -> list[UsedReplicas]:
+        """Return the replicas that the runs have used since a time, by the ids of the runs."""
 
         async def used(entry: RunEntry) -> list[UsedReplicas]:
             if entry.run.ended_at is not None and entry.run.ended_at < since:
@@ -112,9 +112,8 @@ class RunServices:
             except UnavailableError:
                 return []
             end = now if entry.state is None else entry.run.ended_at or now
-            name = entry.id if by is UsageGroup.JOB else entry.job
             return [
-                replace(each, job=name, end=min(each.end, end)) for each in found if each.job == entry.job
+                replace(each, job=entry.id, end=min(each.end, end)) for each in found if each.job == entry.job
             ]
 
         parts = await asyncio.gather(*map(used, self._entries.values()))

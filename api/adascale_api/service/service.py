@@ -26,15 +26,18 @@ from adascale_api.service.changes import (
 )
 from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.service.prometheus import Metrics
-from adascale_api.service.summaries import Summaries, read_summaries
+from adascale_api.service.summaries import MAX_JOBS, Documents, summary_reader
 from adascale_core.messages.registration import Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous.rendezvous import VersionMismatchError
-from adascale_core.views.usage import UsageGroup, UsedReplicas
+from adascale_core.views.job_summary import JobSummary
+from adascale_core.views.usage import UsedReplicas
 
 RETENTION_INTERVAL = 600.0
 """Seconds between two searches for old jobs."""
 DAY = 86400.0
+PAGE_SIZE = 500
+"""Jobs whose summaries are read in one transaction."""
 MAX_REMOVED = 1000
 """Jobs that one search deletes."""
 CHECK_INTERVAL = 3.0
@@ -80,7 +83,7 @@ class Service:
         self.anonymous_waits = asyncio.Semaphore(MAX_ANONYMOUS_WAITS)
         self.anonymous_followers = asyncio.Semaphore(MAX_ANONYMOUS_FOLLOWERS)
         self.log = ChangeLog()
-        self.summaries = Summaries(partial(read_summaries, database))
+        self.documents = Documents()
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
         self.metrics = Metrics(database, self.connections)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -152,7 +155,16 @@ class Service:
         except VersionMismatchError as error:
             raise RefusedReplicaError(str(error), self.heartbeats.timeout) from error
 
-    async def used_replicas(self, since: float, now: float, _by: UsageGroup) -> list[UsedReplicas]:
+    async def summaries(self) -> list[JobSummary]:
+        """Return the summaries of the first jobs, by id."""
+        found: list[JobSummary] = []
+        after: str | None = ""
+        while after is not None and len(found) < MAX_JOBS:
+            page, after = await self.database.read_long(jobs.list_jobs, after, PAGE_SIZE, summary_reader)
+            found += page
+        return found
+
+    async def used_replicas(self, since: float, now: float) -> list[UsedReplicas]:
         """Return the replicas that jobs have used since a time."""
         return await self.database.read_long(jobs.used_replicas, since, now)
 
@@ -192,10 +204,8 @@ async def delete_in_pieces(database: Database, job_id: str, now: float) -> None:
 
 async def remove_old_jobs(database: Database, settings: Settings, now: float) -> None:
     """Delete the jobs that are older than the settings allow."""
-    finished_before, unfinished_before = (
-        now - settings.finished_days * DAY,
-        now - settings.unfinished_days * DAY,
-    )
+    finished_before = now - settings.finished_days * DAY
+    unfinished_before = now - settings.unfinished_days * DAY
     for job_id in await database.read_long(jobs.old_jobs, finished_before, unfinished_before, MAX_REMOVED):
         try:
             await delete_in_pieces(database, job_id, now)

@@ -1,16 +1,17 @@
-"""The summaries of all jobs as one JSON document, which the page reads again and again."""
+"""Documents that the page reads again and again, such as the summaries of all jobs."""
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from adascale_api.data.database import Database
 from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import jobs, reports
+from adascale_api.data.store import reports
 from adascale_core.views.job_summary import JobSummary, summarize
 
 MAX_JOBS = 5000
@@ -21,8 +22,6 @@ INTERVAL = 2.0
 """Seconds between two requests of a page."""
 JOBS_PER_SECOND = 300.0
 """Of a document, for a page: large documents are read, and asked for, less frequently."""
-PAGE_SIZE = 500
-"""Jobs that are read in one transaction."""
 
 
 @dataclass(frozen=True)
@@ -37,42 +36,43 @@ class SummaryList:
 _list = TypeAdapter(SummaryList)
 
 
-Document = tuple[bytes, str]
-"""What a page reads, and its `ETag`: it reads it only if it does not have it already."""
+class Document(NamedTuple):
+    """What many clients read."""
+
+    content: bytes
+    etag: str
+    seconds: float  # for which all clients get it
 
 
-class Summaries:
-    """Reads the summaries once for all clients that ask at about the same time."""
+class Documents:
+    """Makes each document once for all clients that ask for it at about the same time."""
 
-    def __init__(self, read: Callable[[], Awaitable[list[JobSummary]]]) -> None:
-        self._read = read
-        self._task: asyncio.Task[Document] | None = None
-        self._expires_at = 0.0
+    def __init__(self) -> None:
+        self._made: dict[object, asyncio.Task[Document]] = {}
 
-    async def get(self) -> Document:
-        """Return the document of at most `MAX_AGE` seconds ago; errors as for the read."""
-        now = asyncio.get_running_loop().time()
-        if self._task is None or (self._task.done() and (now >= self._expires_at or self._task.exception())):
-            self._task = asyncio.create_task(self._make())
-        # Other requests wait for the same read, so a request that is cancelled must not cancel it.
-        return await asyncio.shield(self._task)
+    async def get(self, key: object, make: Callable[[], Coroutine[None, None, Document]]) -> Document:
+        """Return the document with a key; errors as for `make`."""
+        task = self._made.get(key)
+        if task is None:
+            task = self._made[key] = asyncio.create_task(make())
+            task.add_done_callback(partial(self._expire, key))
+        # Other requests wait for the same document, so a request that is cancelled must not cancel it.
+        return await asyncio.shield(task)
 
-    async def _make(self) -> Document:
-        found = await self._read()
-        interval = max(INTERVAL, len(found) / JOBS_PER_SECOND)
-        self._expires_at = asyncio.get_running_loop().time() + max(MAX_AGE, interval - INTERVAL)
-        content = _list.dump_json(SummaryList(found, len(found) >= MAX_JOBS, interval))
-        return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    def _expire(self, key: object, made: asyncio.Task[Document]) -> None:
+        if made.cancelled() or made.exception() is not None:
+            del self._made[key]
+        else:
+            asyncio.get_running_loop().call_later(made.result().seconds, self._made.pop, key)
 
 
-async def read_summaries(database: Database) -> list[JobSummary]:
-    """Return the summaries of the first `MAX_JOBS` jobs of a database, by id."""
-    found: list[JobSummary] = []
-    after: str | None = ""
-    while after is not None and len(found) < MAX_JOBS:
-        page, after = await database.read_long(jobs.list_jobs, after, PAGE_SIZE, summary_reader)
-        found += page
-    return found
+async def make_summaries(read: Callable[[], Awaitable[list[JobSummary]]]) -> Document:
+    """Return the document of all summaries."""
+    found = await read()
+    interval = max(INTERVAL, len(found) / JOBS_PER_SECOND)
+    content = _list.dump_json(SummaryList(found, len(found) >= MAX_JOBS, interval))
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return Document(content, etag, max(MAX_AGE, interval - INTERVAL))
 
 
 def summary_reader(

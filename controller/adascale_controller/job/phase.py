@@ -97,11 +97,10 @@ A_LOSS = "A replica was lost"
 
 def describe_loss(view: JobView) -> str | None:
     """Return which trainer was lost, and how; None before its agent has registered it, often after others."""
-    for replica in view.replicas:
-        code = replica.exit_code
-        if view.broken and (view.active is None or replica.generation < view.active.generation):
-            continue  # lost earlier
-        if replica.state is ReplicaState.LOST and code is not None and code != EXIT_PEER_LOST:
+    earliest = view.active.generation if view.broken and view.active else 0
+    for replica in sorted(view.replicas, key=lambda replica: -replica.generation):
+        code, is_new = replica.exit_code, replica.generation >= earliest
+        if replica.state is ReplicaState.LOST and is_new and code is not None and code != EXIT_PEER_LOST:
             return f"The trainer of replica {replica.replica} was lost ({describe_exit(code)})"
     return None
 
