@@ -43,7 +43,6 @@ from published_workloads import Costs, nodes_of, read_costs, read_workload, tigh
 from sia import Sia
 
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
-from adascale_controller.simulation.application import ProfileError
 from adascale_controller.simulation.engine import (
     Policy,
     SimulatedJob,
@@ -91,7 +90,7 @@ def run(
     needed = {each.name: each.replicas if is_fixed else each.application.min_replicas for each in jobs}
     largest = max(needed, key=lambda job: needed[job])
     if needed[largest] > settings.total:
-        raise ProfileError(
+        raise AdaScaleError(
             f"job {largest} runs on {needed[largest]} replicas with the policy {name}, and the nodes hold "
             f"{settings.total}: raise --nodes or --gpus"
         )
@@ -219,7 +218,7 @@ def compare(options: argparse.Namespace) -> None:
             folder.mkdir(parents=True, exist_ok=True)
     for name in options.policies:
         if types and name not in KNOW_TYPES:
-            raise ProfileError(f"{name} knows no types of accelerators: leave out --cluster or the policy")
+            raise AdaScaleError(f"{name} knows no types of accelerators: leave out --cluster or the policy")
         setting, new_policy = name, POLICIES[name]
         if name == "adascale":
             new_policy = partial(AdaScalePolicy, options.placement, options.fairness)
@@ -236,7 +235,7 @@ def compare(options: argparse.Namespace) -> None:
             if workload.suffix == ".json":
                 submissions = read_recording(workload)
             elif options.profiles is None:
-                raise ProfileError(f"{workload} needs --profiles DIR: only recorded workloads do not")
+                raise AdaScaleError(f"{workload} needs --profiles DIR: only recorded workloads do not")
             else:
                 submissions = read_workload(workload, options.profiles, list(dict.fromkeys(types)), costs)
             for seed in options.seeds:

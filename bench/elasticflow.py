@@ -26,8 +26,8 @@ import numpy.typing as npt
 from policies import FixedBatch, most_replicas
 from published_workloads import packed, profiled, step_seconds
 
-from adascale_controller.simulation.application import ProfileError
-from adascale_controller.simulation.engine import SimulatedJob, SimulationError, SimulationSettings
+from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
+from adascale_core.errors import AdaScaleError
 
 Slots = npt.NDArray[np.int64]
 MAX_SLOTS = 100_000
@@ -90,7 +90,7 @@ class _Job:
 
     def __init__(self, job: SimulatedJob, settings: SimulationSettings, now: float) -> None:
         if job.submission.deadline is None:
-            raise ProfileError(
+            raise AdaScaleError(
                 "the policy elasticflow needs a deadline for each job: add --deadlines 0.5-1.5"
             )
         self.name = job.name
@@ -144,7 +144,7 @@ def plans(jobs: Sequence[_Job], total: int, interval: float, now: float) -> list
     """Return the GPUs of each job in each slot from now on; None for a job that misses its deadline."""
     slots = max((ceil((job.deadline - now) / interval) for job in jobs), default=0)
     if slots > MAX_SLOTS:
-        raise SimulationError(
+        raise AdaScaleError(
             f"the policy elasticflow plans at most {MAX_SLOTS} slots, and the latest deadline is {slots} "
             "intervals away: raise --interval"
         )
@@ -211,7 +211,7 @@ def _place(counts: Mapping[str, int], settings: SimulationSettings) -> dict[str,
     """Return the nodes of each job, the largest jobs first: powers of two fit without being split."""
     size = max(settings.nodes)
     if min(settings.nodes) != size or size & (size - 1):
-        raise SimulationError("the policy elasticflow needs nodes of one size, a power of two: see --gpus")
+        raise AdaScaleError("the policy elasticflow needs nodes of one size, a power of two: see --gpus")
     free = list(settings.nodes)
     placed = {}
     for name in sorted(counts, key=lambda name: (-counts[name], name)):

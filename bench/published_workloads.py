@@ -33,10 +33,11 @@ from random import Random
 from types import MappingProxyType
 from typing import TypeVar
 
-from adascale_controller.simulation.application import Application, Placement, ProfileError, fixed_plan
+from adascale_controller.simulation.application import Application, Placement, fixed_plan
 from adascale_controller.simulation.engine import MAX_TIME, SimulationSettings, Submission
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds
+from adascale_core.errors import AdaScaleError
 
 PUBLISHED_LIMITS: Mapping[str, Mapping[str, int]] = {
     "yolov3": {"max_local_bsz": 8},
@@ -64,9 +65,9 @@ def read_costs(path: Path) -> Costs:
     try:
         content = json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise ProfileError(f"{path} is not a JSON file: {error}") from error
+        raise AdaScaleError(f"{path} is not a JSON file: {error}") from error
     if not isinstance(content, dict):
-        raise ProfileError(f"{path} must be an object with `restart` and `slowdown`, got {content!r:.80}")
+        raise AdaScaleError(f"{path} must be an object with `restart` and `slowdown`, got {content!r:.80}")
     return Costs(
         _numbers_by_application(path, content, "restart", 0.0),
         _numbers_by_application(path, content, "slowdown", 1.0),
@@ -78,11 +79,11 @@ def _numbers_by_application(
 ) -> Mapping[str, float]:
     numbers = content.get(member, {})
     if not isinstance(numbers, dict):
-        raise ProfileError(f"{path}: {member} must be an object of numbers, got {numbers!r:.80}")
+        raise AdaScaleError(f"{path}: {member} must be an object of numbers, got {numbers!r:.80}")
     for name, value in numbers.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not least <= value <= MAX_COST:
-            raise ProfileError(
+            raise AdaScaleError(
                 f"{path}: {member} of {name} must be a number from {least:g} to {MAX_COST:g}, "
                 f"got {value!r:.80}"
             )
@@ -98,12 +99,12 @@ def read_workload(
     submissions: dict[str, Submission] = {}
     for row in _rows(path, ("name", "time", "application", "num_replicas", "batch_size")):
         if row["name"] in submissions:
-            raise ProfileError(
+            raise AdaScaleError(
                 f"{path} has two jobs of the name {row['name']!r}: each needs a name of its own"
             )
         name = row["application"]
         if not re.fullmatch(r"[\w.-]{1,255}", name) or name in (".", ".."):
-            raise ProfileError(
+            raise AdaScaleError(
                 f"{path}: application of {row['name']} must be the name of a folder of --profiles, "
                 f"got {name[:80]!r}"
             )
@@ -125,7 +126,7 @@ def read_workload(
             costs.restart.get(name),
         )
     if not submissions:
-        raise ProfileError(f"{path} has no jobs: it needs a row for each job below the header")
+        raise AdaScaleError(f"{path} has no jobs: it needs a row for each job below the header")
     return list(submissions.values())
 
 
@@ -135,7 +136,7 @@ def read_application(folder: Path, accelerator: str = "", slowdown: float = 1.0)
     suffix = f"-{accelerator}" if accelerator else ""
     runs = {_batch_size(path): _read_run(path) for path in sorted(folder.glob("validation-*.csv"))}
     if not runs:
-        raise ProfileError(
+        raise AdaScaleError(
             f"application {folder.name!r} is unknown, because {folder} has no validation-<batch size>.csv: "
             f"check the name, and whether --profiles names the right folder{_known(folder.parent)}"
         )
@@ -143,14 +144,14 @@ def read_application(folder: Path, accelerator: str = "", slowdown: float = 1.0)
     path = folder / f"placements{suffix}.csv"
     for row in _rows(path, ("placement", "local_bsz", "step_time", "sync_time")):
         if not re.fullmatch("[1-9]+", row["placement"]):
-            raise ProfileError(
+            raise AdaScaleError(
                 f"{path}: placement must be a digit from 1 to 9 for each node, got {row['placement']!r}"
             )
         placement = tuple(int(digit) for digit in row["placement"])
         size = _whole_number(path, row, "local_bsz")
         placements.setdefault(canonical(placement), {})[size] = _step_times(path, row)
     if not placements:
-        raise ProfileError(f"{path} has no rows: it needs a row for each placement and local batch size")
+        raise AdaScaleError(f"{path} has no rows: it needs a row for each placement and local batch size")
     _require_same_sizes(path, placements)
     scalability: dict[tuple[int, int], dict[int, tuple[float, float]]] = {}
     path = folder / f"scalability{suffix}.csv"
@@ -189,7 +190,7 @@ def _known(profiles: Path) -> str:
 def _batch_size(path: Path) -> int:
     size = path.stem.removeprefix("validation-")
     if not re.fullmatch("[1-9][0-9]*", size):
-        raise ProfileError(f"{path}: the name must be validation-<batch size>.csv, got {size!r} as the size")
+        raise AdaScaleError(f"{path}: the name must be validation-<batch size>.csv, got {size!r} as the size")
     return int(size)
 
 
@@ -200,7 +201,7 @@ def _require_same_sizes(path: Path, placements: Mapping[Placement, Mapping[int, 
         other = first.setdefault((len(placement), sum(placement)), placement)
         if set(table) != set(placements[other]):
             names = ["".join(map(str, each)) for each in (other, placement)]
-            raise ProfileError(
+            raise AdaScaleError(
                 f"{path}: placements {names[0]} and {names[1]} have different values of local_bsz: "
                 "measure both with the same"
             )
@@ -210,11 +211,11 @@ def _read_run(path: Path) -> ValidationRun:
     columns = ("progress", "iteration", "grad_sqr", "grad_var")
     rows = [[_number(path, row, column) for column in columns] for row in _rows(path, columns)]
     if not rows:
-        raise ProfileError(f"{path} has no rows: it needs a row for each epoch below the header")
+        raise AdaScaleError(f"{path} has no rows: it needs a row for each epoch below the header")
     progress, iterations, grad_sqr, grad_var = (tuple(column) for column in zip(*rows, strict=True))
     for column, values in (("progress", progress), ("iteration", iterations)):
         if any(after <= before for before, after in pairwise((0.0, *values))):
-            raise ProfileError(f"{path}: {column} must be positive, and grow from each epoch to the next")
+            raise AdaScaleError(f"{path}: {column} must be positive, and grow from each epoch to the next")
     return ValidationRun(progress, iterations, grad_sqr, grad_var)
 
 
@@ -222,7 +223,7 @@ def _step_times(path: Path, row: Mapping[str, str]) -> tuple[float, float]:
     step = _number(path, row, "step_time")
     sync = _number(path, row, "sync_time", least=0)
     if not sync < step:
-        raise ProfileError(
+        raise AdaScaleError(
             f"{path}: step_time must be more than sync_time, got {row['step_time']!r} and "
             f"{row['sync_time']!r}"
         )
@@ -235,25 +236,25 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
     try:
         missing = [column for column in columns if column not in (reader.fieldnames or ())]
         if missing:
-            raise ProfileError(f"{path} has no column {missing[0]}: its first line must name the columns")
+            raise AdaScaleError(f"{path} has no column {missing[0]}: its first line must name the columns")
         for row in reader:
             empty = [column for column in columns if not row[column]]
             if empty:
-                raise ProfileError(f"{path}: line {reader.line_num} has no {empty[0]}: add it")
+                raise AdaScaleError(f"{path}: line {reader.line_num} has no {empty[0]}: add it")
             yield row
     except csv.Error as error:
-        raise ProfileError(f"{path} is not a CSV file: {error} in line {reader.line_num}") from error
+        raise AdaScaleError(f"{path} is not a CSV file: {error} in line {reader.line_num}") from error
 
 
 def _number(path: Path, row: Mapping[str, str], column: str, least: float = -inf, most: float = inf) -> float:
     try:
         number = float(row[column])
     except ValueError as error:
-        raise ProfileError(f"{path}: {column} must be a number, got {row[column]!r}") from error
+        raise AdaScaleError(f"{path}: {column} must be a number, got {row[column]!r}") from error
     if not (isfinite(number) and least <= number <= most):
         allowed = f" of at least {least:g}" if isfinite(least) else ""
         allowed = f" from {least:g} to {most:g}" if isfinite(most) else allowed
-        raise ProfileError(f"{path}: {column} must be a finite number{allowed}, got {row[column]!r}")
+        raise AdaScaleError(f"{path}: {column} must be a finite number{allowed}, got {row[column]!r}")
     return number
 
 
@@ -264,7 +265,7 @@ def _whole_number(
     if number != int(number) or number < least or (most is not None and number > most):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
         of = f" of {row['name']}" if "name" in row else ""
-        raise ProfileError(f"{path}: {column}{of} must be a whole number {allowed}, got {row[column]!r}")
+        raise AdaScaleError(f"{path}: {column}{of} must be a whole number {allowed}, got {row[column]!r}")
     return int(number)
 
 
@@ -273,13 +274,13 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise ProfileError(f"{path} does not exist: check the path, and --profiles") from error
+        raise AdaScaleError(f"{path} does not exist: check the path, and --profiles") from error
     except UnicodeDecodeError as error:
-        raise ProfileError(
+        raise AdaScaleError(
             f"{path} is not a text file in UTF-8: a workload or profile is CSV or JSON"
         ) from error
     except OSError as error:
-        raise ProfileError(f"cannot read {path}: {error.strerror or error}: check the path") from error
+        raise AdaScaleError(f"cannot read {path}: {error.strerror or error}: check the path") from error
 
 
 def with_deadlines(
@@ -372,7 +373,7 @@ class ProfiledApplication:
     def _between_sizes(self, table: StepTimes, local_bsz: int) -> tuple[float, float]:
         sizes = sorted(table)
         if not self.bounds.lower <= local_bsz <= (self.bounds.upper or local_bsz):
-            raise ProfileError(
+            raise AdaScaleError(
                 f"application {self.name} allows local batch sizes {self.bounds.lower} to "
                 f"{self.bounds.upper}, not {local_bsz}: narrow the bounds of the job"
             )

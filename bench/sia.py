@@ -25,9 +25,10 @@ import scipy.optimize  # type: ignore[import-untyped]
 import scipy.sparse  # type: ignore[import-untyped]
 
 from adascale_controller.simulation.application import ROUNDING, Application, fixed_plan
-from adascale_controller.simulation.engine import SimulatedJob, SimulationError, SimulationSettings
+from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan
+from adascale_core.errors import AdaScaleError
 from adascale_core.performance.throughput import StepTimeModel
 
 Floats = npt.NDArray[np.float64]
@@ -69,7 +70,7 @@ def configurations(settings: SimulationSettings) -> list[Configuration]:
     for name, nodes in settings.nodes_by_type().items():
         sizes = {settings.nodes[node] for node in nodes}
         if len(sizes) > 1:
-            raise SimulationError("the policy sia needs nodes of one size for each type of accelerator")
+            raise AdaScaleError("the policy sia needs nodes of one size for each type of accelerator")
         (size,) = sizes
         powers = [1 << i for i in range(size.bit_length()) if 1 << i < size]
         found += [Configuration(name, 1, gpus) for gpus in powers]
@@ -280,5 +281,5 @@ def _solve(
         options={"mip_rel_gap": GAP},
     )
     if found.x is None:
-        raise SimulationError(f"the integer program of sia has no solution: {found.message}")
+        raise AdaScaleError(f"the integer program of sia has no solution: {found.message}")
     return {int(jobs[i]): int(indices[i]) for i in np.nonzero(found.x > 0.5)[0]}

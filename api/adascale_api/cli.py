@@ -18,7 +18,7 @@ from adascale_api.auth.service_accounts import DEFAULT_CONTROLLER, ServiceAccoun
 from adascale_api.bodies import MAX_INTEGER
 from adascale_api.data.database import Database, without_password
 from adascale_api.data.store.reports import Retention
-from adascale_api.errors import TlsRequiredError, UsageError
+from adascale_api.errors import TlsRequiredError
 from adascale_api.http.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
 from adascale_api.http.tls import MAX_CONNECTIONS as MAX_TLS_CONNECTIONS
 from adascale_api.http.tls import RequireTls, server_certificate
@@ -27,7 +27,7 @@ from adascale_api.routes.workers import MetricsService
 from adascale_api.server import is_loopback, open_limits, open_listener, remove_port_file, serve
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Settings
-from adascale_core.errors import AdaScaleError, requires_extra
+from adascale_core.errors import AdaScaleError, UsageError, requires_extra
 from adascale_core.names import (
     DEFAULT_API_PORT,
     ENV_READ_TOKEN,

@@ -27,12 +27,6 @@ MAX_FIELD_ERRORS = 20
 """Invalid fields in one answer."""
 
 
-class UsageError(AdaScaleError):
-    """The service can't start with the options, variables or files that it was given."""
-
-    exit_code = 2
-
-
 class FieldError(BaseModel):
     """A field or parameter that is invalid."""
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from adascale_api.errors import UsageError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.connections import Server, limited_protocol
 from adascale_api.renewed import Renewed
+from adascale_core.errors import UsageError
 
 BACKLOG = 16384
 """Connections that may wait to be accepted, if `net.core.somaxconn` allows as many: after a restart, all

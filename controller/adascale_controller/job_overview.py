@@ -30,7 +30,6 @@ from adascale_controller.formatting import (
 )
 from adascale_controller.schema import JobDefinition
 from adascale_core.batch.plans import BatchChoice, batch_choice, require_valid_replicas
-from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import short_id
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport
@@ -46,10 +45,6 @@ _HEADER = (
 
 MAX_REASON = 80
 """Characters of a reason in a list; `adascale status` has all of it."""
-
-
-class NoSuchJobError(AdaScaleError):
-    """A job that this machine, or the namespace of the cluster, does not have."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,12 @@ class AdaScaleError(Exception):
     exit_code = 1
 
 
+class UsageError(AdaScaleError):
+    """A command can't begin with the options, variables, files and machines that it was given."""
+
+    exit_code = 2
+
+
 class InvalidJobError(AdaScaleError):
     """A job whose bounds no number of replicas satisfies."""
 

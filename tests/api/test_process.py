@@ -17,8 +17,8 @@ import urllib3
 
 from adascale_api import cli, server
 from adascale_api.cli import main
-from adascale_api.errors import UsageError
 from adascale_api.service.service import Settings
+from adascale_core.errors import UsageError
 from api.client import TOKEN, Client, ServiceProcess, a_report, environment, run_service, wait_until
 from support.examples import examples
 from support.file_systems import fill, small_disk

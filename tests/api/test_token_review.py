@@ -28,8 +28,8 @@ from adascale_api.auth.service_accounts import (
     TokenReviewResult,
     read_claims,
 )
-from adascale_api.errors import ForbiddenError, RequestError, UnauthorizedError, UnavailableError, UsageError
-from adascale_core.errors import AdaScaleError
+from adascale_api.errors import ForbiddenError, RequestError, UnauthorizedError, UnavailableError
+from adascale_core.errors import AdaScaleError, UsageError
 from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Client, ServiceProcess, a_report
 from support.launch import free_port

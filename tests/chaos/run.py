@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller.local.replica_limit import ScaleError, request_limit
+from adascale_controller.local.replica_limit import request_limit
 from adascale_controller.local.service_process import read_service
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
@@ -335,7 +335,7 @@ class ChaosRun:
             limit = request_limit(
                 self._state, replicas, self._controller.pid, lambda: self._controller.poll() is None, 3.0
             )
-        except ScaleError as error:
+        except AdaScaleError as error:
             return f"to {replicas}: {error}"
         return f"to {limit}" if limit is not None else f"to {replicas}, kept for later"
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from adascale_controller.local.processes import tail
-from adascale_controller.local.service_process import PortTakenError, listen
+from adascale_controller.local.service_process import listen
 from adascale_controller.local.state_dir import (
     CheckpointStorageError,
     delete_checkpoints,
     location,
     newest_manifest,
 )
+from adascale_core.errors import UsageError
 from adascale_storage import object_store
 from support import s3
 from support.manifests import make_manifest
@@ -41,7 +42,7 @@ def test_a_port_in_use_is_an_error_only_if_it_is_required() -> None:
         with listen(port, required=False) as other:
             assert other.getsockname()[1] not in (0, port)
         with pytest.raises(
-            PortTakenError, match=f"cannot listen on port {port}: address already in use"
+            UsageError, match=f"cannot listen on port {port}: address already in use"
         ) as raised:
             listen(port, required=True)
         assert raised.value.exit_code == 2

@@ -17,7 +17,7 @@ from rich.console import Console
 from adascale_controller.cli.local_commands import scaled_text
 from adascale_controller.jobfile import load_job
 from adascale_controller.local.display import PlainDisplay
-from adascale_controller.local.replica_limit import ReplicaLimit, ScaleError, ScaleRequests, request_limit
+from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests, request_limit
 from adascale_controller.local.run_history import (
     RunRecord,
     deregister_folder,
@@ -27,6 +27,7 @@ from adascale_controller.local.run_history import (
     registered_folders,
 )
 from adascale_controller.local.state_dir import StateDir, StateLock
+from adascale_core.errors import AdaScaleError
 from e2e import local_run
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_light_job
@@ -222,7 +223,7 @@ def test_a_scale_request_without_an_answer_is_kept_for_its_run_only(root: Path) 
         requests = ScaleRequests(folder, job, [], PlainDisplay(Console(file=io.StringIO())))
         assert requests.apply(ReplicaLimit(1)) == ReplicaLimit(limit)
         assert not folder.scale_request_file.exists()
-    with pytest.raises(ScaleError, match="has ended before it read the request"):
+    with pytest.raises(AdaScaleError, match="has ended before it read the request"):
         request_limit(folder, 2, os.getpid(), lambda: False, 10)
 
 

@@ -22,8 +22,8 @@ from published_workloads import nodes_of, read_application, read_costs, read_wor
 
 from adascale_controller.cli.app import app
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode, place
-from adascale_controller.simulation.application import ProfileError, fixed_plan
-from adascale_controller.simulation.engine import SimulatedJob, SimulationError, SimulationSettings, simulate
+from adascale_controller.simulation.application import fixed_plan
+from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings, simulate
 from adascale_controller.simulation.recording import read_recording
 from adascale_controller.simulation.results import Results
 from adascale_core.batch.plans import BatchPlan
@@ -187,7 +187,7 @@ def test_a_job_starts_although_the_multiple_of_the_interval_is_rounded(files: Pa
 
 def test_a_policy_that_uses_more_than_a_node_holds_is_refused(files: Path) -> None:
     submissions = read_workload(files / "workload.csv", files / "profiles")
-    with pytest.raises(SimulationError, match="placed 5 replicas on node 0, which holds 4"):
+    with pytest.raises(AdaScaleError, match="placed 5 replicas on node 0, which holds 4"):
         simulate(submissions, Scripted((0,) * 5), SETTINGS)
 
 
@@ -296,7 +296,7 @@ def test_an_invalid_profile_is_refused_with_its_file(
         path.unlink()
     else:
         path.write_text(text)
-    with pytest.raises(ProfileError, match=re.escape(message)) as raised:
+    with pytest.raises(AdaScaleError, match=re.escape(message)) as raised:
         read_application(tmp_path / "small")
     assert str(path) in str(raised.value)
 
@@ -321,13 +321,13 @@ def test_an_invalid_option_is_refused(files: Path, arguments: Sequence[str], mes
 def test_a_folder_and_a_binary_file_are_no_workload(files: Path, tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     for path, message in ((tmp_path, "Is a directory"), (tmp_path / "binary.csv", "is not a text file")):
-        with pytest.raises(ProfileError, match=message):
+        with pytest.raises(AdaScaleError, match=message):
             read_workload(path, files / "profiles")
 
 
 def test_a_workload_that_is_missing_is_named() -> None:
     assert "WORKLOAD is needed" in CliRunner().invoke(app, ["simulate"]).output
-    with pytest.raises(ProfileError, match=r"cannot read x.json: No such file"):
+    with pytest.raises(AdaScaleError, match=r"cannot read x.json: No such file"):
         read_recording(Path("x.json"))
 
 
@@ -376,7 +376,7 @@ def test_an_invalid_recording_is_refused_with_its_place(
     parent[place[-1]] = value
     path = tmp_path / "recorded.json"
     path.write_text(json.dumps(document))
-    with pytest.raises(ProfileError, match=re.escape(message)) as raised:
+    with pytest.raises(AdaScaleError, match=re.escape(message)) as raised:
         read_recording(path)
     assert str(path) in str(raised.value)
 
@@ -384,10 +384,10 @@ def test_an_invalid_recording_is_refused_with_its_place(
 def test_a_file_that_is_no_json_or_has_two_jobs_of_a_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "recorded.json"
     path.write_text("{")
-    with pytest.raises(ProfileError, match=r"json is not valid JSON \(Expecting .*\): record it again with"):
+    with pytest.raises(AdaScaleError, match=r"json is not valid JSON \(Expecting .*\): record it again with"):
         read_recording(path)
     path.write_text(json.dumps({**RECORDED, "jobs": 2 * RECORDED["jobs"]}))  # type: ignore[operator]
-    with pytest.raises(ProfileError, match="two jobs of the name 'a'"):
+    with pytest.raises(AdaScaleError, match="two jobs of the name 'a'"):
         read_recording(path)
 
 
@@ -453,7 +453,7 @@ def test_what_a_move_costs(
 
 def test_a_policy_that_mixes_types_is_refused(typed: Path) -> None:
     (_, small, *_) = read_workload(typed / "workload.csv", typed / "profiles", ["fast", "slow"])
-    with pytest.raises(SimulationError, match="one type at a time"):
+    with pytest.raises(AdaScaleError, match="one type at a time"):
         simulate([small], Scripted((0, 1)), SimulationSettings([1, 1], types=["fast", "slow"]))
 
 
@@ -466,7 +466,7 @@ def test_an_invalid_cluster_is_refused(cluster: str, message: str) -> None:
 
 
 def test_a_type_without_a_profile_is_named(typed: Path) -> None:
-    with pytest.raises(ProfileError, match=r"placements-none.csv"):
+    with pytest.raises(AdaScaleError, match=r"placements-none.csv"):
         read_workload(typed / "workload.csv", typed / "profiles", ["none"])
 
 
@@ -484,7 +484,7 @@ def test_a_type_without_a_profile_is_named(typed: Path) -> None:
 def test_invalid_costs_are_refused_with_what_is_allowed(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(content)
-    with pytest.raises(ProfileError, match=message):
+    with pytest.raises(AdaScaleError, match=message):
         read_costs(path)
 
 

@@ -29,13 +29,15 @@ from adascale_controller.local.service_process import (
     remove_service,
     write_service,
 )
-from adascale_controller.local.state_dir import StateDir, StateDirError, StateLock, running_process
+from adascale_controller.local.state_dir import StateDir, StateLock, running_process
+from adascale_core.errors import UsageError
 from support.observed_jobs import report
 
 HOLD = """
 import signal, subprocess, sys, time
 from pathlib import Path
 from adascale_controller.local.state_dir import StateDir, StateLock
+from adascale_core.errors import UsageError
 lock = StateLock(StateDir(Path(sys.argv[1])), print)
 child = subprocess.Popen(["sleep", sys.argv[2]], pass_fds=[lock.descriptor], start_new_session=True)
 print(child.pid, flush=True)
@@ -67,9 +69,7 @@ def holder(folder: StateDir) -> Iterator[tuple[subprocess.Popen[str], int]]:
 def test_a_locked_folder_is_an_error_that_names_the_holder(
     folder: StateDir, holder: tuple[subprocess.Popen[str], int]
 ) -> None:
-    with pytest.raises(
-        StateDirError, match=rf"is in use by another run \(process {holder[0].pid}\)"
-    ) as raised:
+    with pytest.raises(UsageError, match=rf"is in use by another run \(process {holder[0].pid}\)") as raised:
         StateLock(folder, pytest.fail)
     assert raised.value.exit_code == 2
 
@@ -110,7 +110,7 @@ def test_waiting_for_the_lock_can_be_cancelled(
     run, child = holder
     run.kill()
     run.wait()
-    with pytest.raises(StateDirError, match=rf"is still in use by process {child}"):
+    with pytest.raises(UsageError, match=rf"is still in use by process {child}"):
         StateLock(folder, lambda _: None, cancelled=lambda: True)
     os.kill(child, signal.SIGKILL)
 
@@ -135,7 +135,7 @@ def test_a_lock_file_that_another_process_deletes_is_locked_at_its_path(
     monkeypatch.setattr(state_dir, "try_lock", delete_then_lock)
     lock = StateLock(folder, pytest.fail)
     try:
-        with pytest.raises(StateDirError, match="in use by another run"):
+        with pytest.raises(UsageError, match="in use by another run"):
             StateLock(folder, pytest.fail)
     finally:
         lock.release()
@@ -175,7 +175,7 @@ def test_a_line_that_a_crash_cut_off_is_skipped(folder: StateDir) -> None:
 
 def test_the_folder_of_another_job_is_an_error(folder: StateDir) -> None:
     record_start(folder, RunRecord("default.a", 1.0))
-    with pytest.raises(StateDirError, match=r"contains the state of job default\.a, not of default\.b"):
+    with pytest.raises(UsageError, match=r"contains the state of job default\.a, not of default\.b"):
         require_folder_of(folder, "default.b")
     require_folder_of(folder, "default.a")
 
@@ -204,7 +204,7 @@ def test_only_our_own_files_are_deleted(folder: StateDir, tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        StateDirError,
+        UsageError,
         match=r"cannot create the state folder .*: Not a directory; use another with --state-dir",
     ):
         StateDir(tmp_path / "file" / "state").create()

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from adascale_api.errors import UnauthorizedError, UsageError
+from adascale_api.errors import UnauthorizedError
 from adascale_api.renewed import Renewed
+from adascale_core.errors import UsageError
 
 
 class Role(Enum):

@@ -14,7 +14,8 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException
 
 from adascale_api.auth.service_accounts import MAX_REVIEWS, TokenReviewResult
-from adascale_api.errors import UnavailableError, UsageError
+from adascale_api.errors import UnavailableError
+from adascale_core.errors import UsageError
 
 TIMEOUT = 4.0
 """Seconds to wait for a review; clients of the service wait 5 for its answer."""

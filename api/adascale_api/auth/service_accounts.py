@@ -18,7 +18,8 @@ from typing import Annotated, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from adascale_api.auth.authorization import Role
-from adascale_api.errors import ForbiddenError, UnauthorizedError, UnavailableError, UsageError
+from adascale_api.errors import ForbiddenError, UnauthorizedError, UnavailableError
+from adascale_core.errors import UsageError
 from adascale_core.job_id import namespace_of
 from adascale_core.names import API_AUDIENCE, CONTROLLER, SYSTEM_NAMESPACE, job_audience
 

@@ -14,7 +14,7 @@ from adascale_api.data.tables import (
     SCHEMA_VERSION,
     TABLES,
 )
-from adascale_api.errors import UsageError
+from adascale_core.errors import UsageError
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adascale_api.errors import UsageError
 from adascale_api.renewed import Renewed
+from adascale_core.errors import UsageError
 
 MAX_CONNECTIONS = 12 * 1024
 """Connections with TLS, by default: as many as fit into 512 MiB."""

@@ -20,10 +20,11 @@ from adascale_api.data.job import UnreadableJobError
 from adascale_api.data.sql import Transaction
 from adascale_api.data.sqlite import SqliteReader
 from adascale_api.data.store import jobs
-from adascale_api.errors import NotFoundError, UnavailableError, UsageError
+from adascale_api.errors import NotFoundError, UnavailableError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.service.service import Service, Settings
 from adascale_api.service.summaries import Documents, summary_reader
+from adascale_core.errors import UsageError
 from adascale_core.names import DEFAULT_NAMESPACE
 from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.job_summary import JobStateName, JobSummary, RunEntry, summarize

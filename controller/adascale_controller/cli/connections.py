@@ -21,7 +21,7 @@ from adascale_controller.cluster.metrics_service import metrics_client
 from adascale_controller.local.local_jobs import LocalJob, find_folders_of
 from adascale_controller.local.runs_service import runs_service
 from adascale_core import names
-from adascale_core.errors import AdaScaleError, requires_extra
+from adascale_core.errors import UsageError, requires_extra
 from adascale_core.job_id import parse_job_id
 
 PLUGIN = "kubectl adascale"
@@ -58,12 +58,6 @@ def connect(job: str, url: str | None, state_dir: Path | None) -> Iterator[Metri
     with runs_service(latest.folder.path, 0, required=False) as service:
         if service is not None:
             yield MetricsServiceClient(service.process.url)
-
-
-class PlaceError(AdaScaleError):
-    """Options for this machine together with options for a cluster."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ def select_cluster(
     if not named:
         return None
     if state_dir is not None:
-        raise PlaceError(
+        raise UsageError(
             "--state-dir is for a run on this machine, and the other options are for a cluster: omit one of "
             "them"
         )

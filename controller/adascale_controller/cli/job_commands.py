@@ -135,10 +135,6 @@ def explain(
     OutputConsole().print(render_decision(decision, time.time(), slow, ended, view.latest))
 
 
-class ExportError(AdaScaleError):
-    """Weights that cannot be exported here."""
-
-
 def export(
     job: Annotated[
         str,
@@ -174,7 +170,7 @@ def export(
         found = find_job(state_dir, job)
         source = location(found.runs[-1].checkpoints, found.folder.checkpoints)
     if find_spec("torch") is None:
-        raise ExportError(
+        raise AdaScaleError(
             "torch is not installed here, which reads checkpoints: pip install adascale-operator[worker]"
         )
     command = [sys.executable, "-P", "-m", "adascale_worker.state.weights", str(source), str(file)]
@@ -186,7 +182,7 @@ def _url_of(target: ClusterTarget, job: str) -> str:
     with open_cluster(target) as connection:
         found = connection.jobs.find(job)
     if "://" not in found.checkpoint:
-        raise ExportError(
+        raise AdaScaleError(
             f"the checkpoints of job {found.name} are in {found.checkpoint}, which only pods can read: run "
             "`adascale export` in a pod that mounts it, or use spec.checkpoint.url"
         )

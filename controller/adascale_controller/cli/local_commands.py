@@ -35,7 +35,7 @@ from adascale_controller.local.runs_service import runs_service
 from adascale_controller.local.service_process import ServiceProcessError, page_url
 from adascale_controller.local.state_dir import StateDir
 from adascale_core import names
-from adascale_core.errors import AdaScaleError
+from adascale_core.errors import AdaScaleError, UsageError
 from adascale_core.failures import describe_exit
 from adascale_core.job_id import short_id
 from adascale_core.placement.replica_gpus import describe_unused_gpus
@@ -210,10 +210,6 @@ def list_jobs(
         )
 
 
-class NoLogError(AdaScaleError):
-    """A replica without a log."""
-
-
 def logs(
     job: JobName,
     replica: Annotated[
@@ -236,7 +232,7 @@ def logs(
     found = find_job(state_dir, job)
     log, process = found.folder.replica_log(replica), found.process
     if not log.exists():
-        raise NoLogError(f"replica {replica} of job {job} has no output; {_with_output(found.folder)}")
+        raise AdaScaleError(f"replica {replica} of job {job} has no output; {_with_output(found.folder)}")
     command = ["tail", "-n", "+1" if tail < 0 else str(tail)]
     if follow and process is not None:
         command += ["-f", f"--pid={process}"]
@@ -287,12 +283,6 @@ def scaled_text(name: str, replicas: int, limit: ReplicaLimit) -> str:
     return f"{name} scaled to at most {limit}{lowered}"
 
 
-class NotConfirmedError(AdaScaleError):
-    """A deletion that nobody has confirmed."""
-
-    exit_code = 2
-
-
 def rm(
     jobs: Annotated[
         list[str],
@@ -318,5 +308,5 @@ def rm(
 
 def _confirm(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise NotConfirmedError(f"{question} Confirm it with --yes")
+        raise UsageError(f"{question} Confirm it with --yes")
     return typer.confirm(question)

@@ -17,10 +17,10 @@ from adascale_controller.cli.arguments import Fairness, Output, OutputFormat, op
 from adascale_controller.cli.connections import client_at
 from adascale_controller.formatting import OutputConsole, duration, percent, significant
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
-from adascale_controller.simulation.application import ProfileError
 from adascale_controller.simulation.engine import SimulationSettings, Submission, simulate
 from adascale_controller.simulation.recording import read_recording, record
 from adascale_controller.simulation.results import Results
+from adascale_core.errors import AdaScaleError
 
 MAX_SECONDS = 86400.0
 """The largest restart, interval and preparation that can be simulated."""
@@ -108,7 +108,7 @@ def _require_room(submissions: Sequence[Submission], settings: SimulationSetting
     largest = max(submissions, key=lambda each: each.application.min_replicas)
     needed = largest.application.min_replicas
     if needed > settings.total:
-        raise ProfileError(
+        raise AdaScaleError(
             f"job {largest.name} needs {needed} replicas, and the nodes hold {settings.total}: "
             "raise --nodes or --gpus"
         )

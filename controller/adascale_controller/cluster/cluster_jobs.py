@@ -8,10 +8,10 @@ from pydantic.alias_generators import to_camel
 
 from adascale_controller.cluster.api import Api, ApiObject, RejectedError
 from adascale_controller.job.reasons import Reason
-from adascale_controller.job_overview import JobOverview, NoSuchJobError
+from adascale_controller.job_overview import JobOverview
 from adascale_controller.operator.types.kubernetes import ConditionType, JobCondition, condition_of, seconds
 from adascale_core import names
-from adascale_core.errors import AdaScaleError
+from adascale_core.errors import AdaScaleError, UsageError
 from adascale_core.job_id import job_id
 from adascale_core.messages.job_spec import steps_of
 from adascale_core.views.job_summary import JobStateName
@@ -92,12 +92,6 @@ def _checkpoints(job: str, name: str, checkpoint: ApiObject, status: ApiObject) 
     return f"PersistentVolumeClaim {checkpoint.get('claimName') or own_claim}"
 
 
-class AmbiguousNamespaceError(AdaScaleError):
-    """A job whose namespace is given twice, differently."""
-
-    exit_code = 2
-
-
 class ClusterJobs:
     """The jobs of a cluster."""
 
@@ -122,7 +116,7 @@ class ClusterJobs:
         """Return the job `name`, which is `<namespace>.<name>`, or a bare name."""
         namespace, dot, bare = name.rpartition(".")
         if dot and self._option not in (None, namespace):
-            raise AmbiguousNamespaceError(
+            raise UsageError(
                 f"job {name} is in namespace {namespace}, but --namespace is {self._option}: omit one of them"
             )
         namespace = namespace if dot else self._api.namespace
@@ -132,7 +126,7 @@ class ClusterJobs:
         except RejectedError as error:
             if error.status != 404:
                 raise
-        raise NoSuchJobError(self._no_job(bare, namespace))
+        raise AdaScaleError(self._no_job(bare, namespace))
 
     def _no_job(self, name: str, namespace: str) -> str:
         others = self.names(namespace)

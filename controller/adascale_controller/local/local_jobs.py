@@ -11,7 +11,7 @@ from pathlib import Path
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.formatting import count, progress_text
-from adascale_controller.job_overview import JobOverview, NoSuchJobError
+from adascale_controller.job_overview import JobOverview
 from adascale_controller.local.run_history import RunRecord, deregister_folder, read_runs, registered_folders
 from adascale_controller.local.service_process import RunningService, read_service
 from adascale_controller.local.state_dir import (
@@ -26,23 +26,13 @@ from adascale_controller.local.state_dir import (
     try_lock,
 )
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_core.errors import AdaScaleError
+from adascale_core.errors import AdaScaleError, UsageError
 from adascale_core.job_id import parse_job_id, short_id
 from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import JobView
 
 MAX_NAMED = 5
 """State folders that a message names."""
-
-
-class SeveralFoldersError(AdaScaleError):
-    """A job with several state folders."""
-
-    exit_code = 2
-
-
-class NotRunningError(AdaScaleError):
-    """A job that no `adascale run` trains."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +68,7 @@ class LocalJob:
         """Return the process id of the `adascale run` that trains it."""
         process = self.process
         if process is None:
-            raise NotRunningError(f"job {self.short_id} is not running: start it with `adascale run FILE`")
+            raise AdaScaleError(f"job {self.short_id} is not running: start it with `adascale run FILE`")
         return process
 
 
@@ -121,9 +111,7 @@ def find_job(root: Path | None, name: str) -> LocalJob:
     if len(found) > 1:
         folders = ", ".join(str(job.folder.path) for job in found[:MAX_NAMED])
         folders += f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-        raise SeveralFoldersError(
-            f"job {name} has several state folders: {folders}; choose one with --state-dir"
-        )
+        raise UsageError(f"job {name} has several state folders: {folders}; choose one with --state-dir")
     if found:
         return found[0]
     others = sorted({job.short_id for job in find_jobs(root)})
@@ -133,7 +121,7 @@ def find_job(root: Path | None, name: str) -> LocalJob:
         if others
         else "there are no jobs; start one with `adascale run FILE`, or set the folder with --state-dir"
     )
-    raise NoSuchJobError(f"no job {name} found {place}: {hint}")
+    raise AdaScaleError(f"no job {name} found {place}: {hint}")
 
 
 def _folders(root: Path) -> list[Path]:
@@ -237,10 +225,6 @@ def state_in_run(view: JobView | None) -> JobStateName:
     return view.state
 
 
-class StopTimeoutError(AdaScaleError):
-    """A run that has not ended in time."""
-
-
 def stop_run(job: LocalJob, timeout: float) -> None:
     """Send SIGTERM to the run of `job` and wait until it has ended.
 
@@ -258,7 +242,7 @@ def stop_run(job: LocalJob, timeout: float) -> None:
                     _terminate(job, process)
                 requested = True
             if time.monotonic() > deadline:
-                raise StopTimeoutError(
+                raise AdaScaleError(
                     f"job {job.short_id} has not ended within {timeout:g} s: wait longer with --timeout, or "
                     f"stop it without saving with `kill {process}`"
                 )
@@ -280,10 +264,6 @@ def _terminate(job: LocalJob, process: int) -> None:
         os.close(descriptor)
 
 
-class StillRunningError(AdaScaleError):
-    """A job that runs, and so cannot be removed."""
-
-
 def remove_run(job: LocalJob, *, keep_checkpoints: bool) -> str | None:
     """Delete the state folder of a job, with its checkpoints, and no files of others.
 
@@ -291,7 +271,7 @@ def remove_run(job: LocalJob, *, keep_checkpoints: bool) -> str | None:
     """
     folder = job.folder
     if job.process is not None:
-        raise StillRunningError(
+        raise AdaScaleError(
             f"job {job.short_id} runs (process {job.process}): stop it with `adascale stop {job.short_id}`"
         )
     lock = StateLock(folder, lambda _message: None)

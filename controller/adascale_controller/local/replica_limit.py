@@ -86,10 +86,6 @@ def replica_limit(
     return ReplicaLimit(most, spares, source)
 
 
-class ScaleError(AdaScaleError):
-    """A request that the run refuses, or does not read before it ends."""
-
-
 class ScaleRequests:
     """Reads and answers the requests. A request for an earlier run is deleted."""
 
@@ -141,10 +137,10 @@ def request_limit(
         if answer is not None and answer.get("id") == request_id:
             folder.scale_answer_file.unlink(missing_ok=True)
             if "error" in answer:
-                raise ScaleError(answer["error"])
+                raise AdaScaleError(answer["error"])
             return ReplicaLimit(int(answer["limit"]), int(answer["spares"]))
         if not runs():
-            raise ScaleError("the run has ended before it read the request")
+            raise AdaScaleError("the run has ended before it read the request")
         time.sleep(0.05)
     return None
 

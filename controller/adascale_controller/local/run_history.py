@@ -26,7 +26,8 @@ from pydantic import (
     WrapValidator,
 )
 
-from adascale_controller.local.state_dir import StateDir, StateDirError, replace_file
+from adascale_controller.local.state_dir import StateDir, replace_file
+from adascale_core.errors import UsageError
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
 from adascale_core.messages.reports import GainReport
 
@@ -71,7 +72,7 @@ def require_folder_of(folder: StateDir, job: str) -> None:
     """Check that a state folder has no state of another job than `job`, which is its id."""
     other = next((run.job for run in read_runs(folder) if run.job != job), None)
     if other is not None:
-        raise StateDirError(
+        raise UsageError(
             f"{folder.path} contains the state of job {other}, not of {job}: use another folder with "
             "--state-dir"
         )

@@ -20,7 +20,7 @@ from adascale_controller.local.display import Display
 from adascale_controller.local.machine import ADDRESS
 from adascale_controller.local.processes import ChildProcess, StopSignals, tail
 from adascale_controller.local.state_dir import StateDir, replace_file
-from adascale_core.errors import AdaScaleError
+from adascale_core.errors import AdaScaleError, UsageError
 from adascale_core.failures import ExitClass, classify_exit, describe_exit
 from adascale_core.names import ENV_READ_TOKEN, ENV_TOKEN
 from adascale_core.views.jobs import JobView
@@ -44,12 +44,6 @@ class ServiceProcessError(AdaScaleError):
     """A metrics service that does not start."""
 
     exit_code = os.EX_UNAVAILABLE
-
-
-class PortTakenError(AdaScaleError):
-    """A port that was requested and is in use."""
-
-    exit_code = 2
 
 
 class ServiceProcess:
@@ -147,7 +141,7 @@ def listen(preferred: int, *, required: bool) -> socket.socket:
         if not required and error.errno == errno.EADDRINUSE:
             return socket.create_server((ADDRESS, 0), backlog=BACKLOG)
         reason = os.strerror(error.errno).lower() if error.errno else error
-        raise PortTakenError(
+        raise UsageError(
             f"cannot listen on port {preferred}: {reason}; use another --port, or omit it to use a free port"
         ) from None
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from adascale_core.checkpoint_manifest import Manifest, checkpoint_number, is_best_weights, manifest_number
-from adascale_core.errors import AdaScaleError
+from adascale_core.errors import AdaScaleError, UsageError
 from adascale_storage import (
     MissingFileError,
     Storage,
@@ -34,12 +34,6 @@ IGNORE_ALL = "*\n"
 """The content of the .gitignore of a state folder."""
 TIMEOUT = 40.0
 """Seconds to wait for the processes of a killed run. An agent gives its trainer 25 s to save."""
-
-
-class StateDirError(AdaScaleError):
-    """A state folder that this run cannot use."""
-
-    exit_code = 2
 
 
 def _inside(*parts: str) -> cached_property[Path]:
@@ -77,7 +71,7 @@ class StateDir:
             if not self.ignore_file.exists():
                 self.ignore_file.write_text(IGNORE_ALL)
         except OSError as error:
-            raise StateDirError(
+            raise UsageError(
                 f"cannot create the state folder {self.path}: {error.strerror}; use another with --state-dir"
             ) from None
 
@@ -132,7 +126,7 @@ class StateLock:
         try:
             self.descriptor = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise StateDirError(f"cannot open {folder.lock_file}: {error.strerror}") from None
+            raise UsageError(f"cannot open {folder.lock_file}: {error.strerror}") from None
         try:
             self._acquire(folder, show_message, cancelled)
         except BaseException:
@@ -147,14 +141,14 @@ class StateLock:
         while not try_lock(self.descriptor):
             holder = _holder(self.descriptor)
             if holder is not None:
-                raise StateDirError(
+                raise UsageError(
                     f"{folder.path} is in use by another run (process {holder}): wait for it, stop it with "
                     "Ctrl-C, or use another folder with --state-dir"
                 )
             if cancelled():
-                raise StateDirError(f"{folder.path} is still in use by {_users_of(folder.lock_file)}")
+                raise UsageError(f"{folder.path} is still in use by {_users_of(folder.lock_file)}")
             if time.monotonic() > deadline:
-                raise StateDirError(
+                raise UsageError(
                     f"{folder.path} is still in use by {_users_of(folder.lock_file)} of a killed run: kill "
                     "them, or use another folder with --state-dir"
                 )
@@ -193,7 +187,7 @@ def try_lock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        raise StateDirError(
+        raise UsageError(
             f"the file system of the state folder has no file locks ({error.strerror}): use a folder on a "
             "local disk with --state-dir; checkpoints stay on another file system with spec.checkpoint.path"
         ) from error

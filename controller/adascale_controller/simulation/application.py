@@ -14,7 +14,6 @@ from typing import Protocol
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan
-from adascale_core.errors import AdaScaleError
 from adascale_core.performance.throughput import StepTimeModel
 
 Placement = tuple[int, ...]
@@ -22,10 +21,6 @@ Placement = tuple[int, ...]
 
 ROUNDING = 1e-8
 """Subtracted from a quotient before it is rounded up."""
-
-
-class ProfileError(AdaScaleError):
-    """A profile or workload that cannot be simulated."""
 
 
 class Application(Protocol):

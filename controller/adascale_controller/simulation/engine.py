@@ -21,10 +21,6 @@ _END = 1e-9
 """A job whose progress is this share of a step below an end has reached it."""
 
 
-class SimulationError(AdaScaleError):
-    """A policy or a workload that cannot be simulated."""
-
-
 @dataclass(frozen=True)
 class Submission:
     """A job of a workload."""
@@ -64,7 +60,7 @@ class SimulationSettings:
             return ""
         found = {self.types[node] for node in nodes}
         if len(found) > 1:
-            raise SimulationError(
+            raise AdaScaleError(
                 f"the policy placed a job on accelerators of the types {', '.join(sorted(found))}, "
                 "and a job runs on one type at a time"
             )
@@ -216,7 +212,7 @@ def simulate(
         now += settings.interval
         if now > settings.max_time:
             names = ", ".join(job.name for job in active[:5])
-            raise SimulationError(
+            raise AdaScaleError(
                 f"jobs do not end within {settings.max_time / 86400:.0f} days: {names}: check their length, "
                 "--restart and --interval"
             )
@@ -231,7 +227,7 @@ def _require_room(placed: Iterable[Sequence[int]], settings: SimulationSettings)
     used = Counter(node for nodes in placed for node in nodes)
     for node, number in used.items():
         if number > settings.nodes[node]:
-            raise SimulationError(
+            raise AdaScaleError(
                 f"the policy placed {number} replicas on node {node}, which holds {settings.nodes[node]}"
             )
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from adascale_client import MetricsServiceClient
-from adascale_controller.simulation.application import ProfileError, RecordedApplication
+from adascale_controller.simulation.application import RecordedApplication
 from adascale_controller.simulation.engine import MAX_TIME, Submission
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import require_valid_replicas
@@ -89,7 +89,7 @@ def record(
         if not _counts_samples(view)
     ]
     if not jobs:
-        raise ProfileError(
+        raise AdaScaleError(
             "the metrics service has no job to replay: a job must have reported step times, must not count "
             "samples, and must declare scaleInvariantSteps or be complete"
         )
@@ -101,7 +101,7 @@ def record(
         try:
             path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ProfileError(
+            raise AdaScaleError(
                 f"cannot write {path}: {error.strerror or error}: choose another path"
             ) from error
     return _submissions(document, "the metrics service")
@@ -112,14 +112,14 @@ def read_recording(path: Path) -> list[Submission]:
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ProfileError(f"cannot read {path}: {error.strerror or error}: check the path") from error
+        raise AdaScaleError(f"cannot read {path}: {error.strerror or error}: check the path") from error
     except (ValueError, RecursionError) as error:
-        raise ProfileError(
+        raise AdaScaleError(
             f"{path} is not valid JSON ({error}): record it again with `adascale simulate --from-service`"
         ) from error
     version = document.get("version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
-        raise ProfileError(
+        raise AdaScaleError(
             f"{path} is not a recorded workload of version {FORMAT_VERSION}, but of version {version!r}: "
             "record it again with `adascale simulate --from-service`"
         )
@@ -165,19 +165,19 @@ def _submissions(document: dict[str, Any], source: str) -> list[Submission]:
         place = ".".join(str(part) for part in first["loc"])
         problem = "an object is needed" if first["type"] == "model_type" else first["msg"]
         got = "" if first["type"] == "missing" else f", got {str(first['input'])[:80]!r}"
-        raise ProfileError(
+        raise AdaScaleError(
             f"{source}: {place}: {problem}{got}: see docs/scheduling.md for the format"
         ) from error
     submissions: dict[str, Submission] = {}
     for job in jobs:
         if job.name in submissions:
-            raise ProfileError(
+            raise AdaScaleError(
                 f"{source} has two jobs of the name {job.name!r}: each needs a name of its own"
             )
         try:
             submissions[job.name] = _submission(job)
         except AdaScaleError as error:
-            raise ProfileError(f"{source}: job {job.name}: {error}") from error
+            raise AdaScaleError(f"{source}: job {job.name}: {error}") from error
     return list(submissions.values())
 
 
@@ -186,7 +186,7 @@ def _submission(job: _JobBody) -> Submission:
     counts = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
     model = StepTimeModel.fit([StepTime.from_json(each.model_dump()) for each in job.step_times])
     if model is None:
-        raise ProfileError("no step time can be used: they must be from 1e-9 to 1e9 s")
+        raise AdaScaleError("no step time can be used: they must be from 1e-9 to 1e9 s")
     # A report may be older than one before it, after a restart from a checkpoint.
     reports = sorted(job.reports, key=lambda report: report.progress)
     application = RecordedApplication(
@@ -200,7 +200,7 @@ def _submission(job: _JobBody) -> Submission:
         max_replicas=spec.max_replicas,
     )
     if application.least_seconds > MAX_TIME:
-        raise ProfileError(
+        raise AdaScaleError(
             f"total is {job.total:g}, which takes more than {MAX_TIME / 86400:.0f} days on "
             f"{spec.max_replicas} replicas even without communication: lower it, or leave the job out"
         )

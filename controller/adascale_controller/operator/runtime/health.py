@@ -12,7 +12,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from adascale_controller.job.phase import JobPhase
-from adascale_core.errors import AdaScaleError
+from adascale_core.errors import UsageError
 from adascale_core.names import METRICS_MEDIA_TYPE
 
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -97,12 +97,6 @@ MAX_SILENCE = 120.0
 """Seconds without progress after which the probe fails."""
 
 
-class ProbeAddressError(AdaScaleError):
-    """The address of the liveness probe is invalid or in use."""
-
-    exit_code = 2
-
-
 class Health:
     """Records the progress of the operator, once it has its lease."""
 
@@ -137,7 +131,7 @@ class Health:
                 # asyncio listens on IPv4 and IPv6 without a host, and with `::` on IPv6 only.
                 await web.TCPSite(runner, _host(host), int(port)).start()
             except (ValueError, OSError, OverflowError) as error:
-                raise ProbeAddressError(
+                raise UsageError(
                     f"can't listen on {address}: {error}; give HOST:PORT, for example 127.0.0.1:8080, or "
                     ":8080 for all addresses"
                 ) from None

@@ -26,7 +26,7 @@ from adascale_controller.operator.runtime.object_cache import ObjectCache, run_i
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core import names
-from adascale_core.errors import AdaScaleError
+from adascale_core.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,6 @@ _FINAL_STATUSES = frozenset({401, 403, 404})
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 T = TypeVar("T")
-
-
-class UnusableClusterError(AdaScaleError):
-    """No configuration names a cluster, or it lacks what the operator needs."""
-
-    exit_code = 2
 
 
 def run_operator(settings: OperatorSettings) -> None:
@@ -118,7 +112,7 @@ async def _run_control_loop(
         await _retry(loop.list_all, health)
     except ApiServerError as error:
         if error.status == 404:
-            raise UnusableClusterError(
+            raise UsageError(
                 f"the cluster has no resource {names.PLURAL}.{names.API_GROUP}: apply its "
                 "CustomResourceDefinition with kubectl apply -f deploy/base/crd.yaml, which is a part of "
                 "kubectl apply -k deploy"
@@ -216,6 +210,6 @@ async def _load_config() -> None:
         try:
             await config.load_kube_config()
         except config.ConfigException as error:
-            raise UnusableClusterError(
+            raise UsageError(
                 f"no cluster is configured: not in a pod, and no valid kubeconfig ({error}); set KUBECONFIG"
             ) from error
