@@ -102,8 +102,8 @@ def complete_job(ctx: typer.Context, incomplete: str) -> list[str]:
         if target is None:
             found = [job.short_id for job in find_jobs(options.get("state_dir"))]
         else:
-            with open_cluster(target) as connection:
-                found = connection.jobs.names()
+            with open_cluster(target) as jobs:
+                found = jobs.names()
     except (AdaScaleError, OSError):
         return []  # The command itself shows the error.
     return [name for name in found if name.startswith(incomplete)]

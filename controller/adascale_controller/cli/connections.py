@@ -11,18 +11,19 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
-from adascale_controller.cluster.api import Api, ClusterTarget
-from adascale_controller.cluster.cluster_jobs import ClusterJobs
-from adascale_controller.cluster.metrics_service import metrics_client
+from adascale_controller.cluster.api import ClusterTarget
 from adascale_controller.local.local_jobs import LocalJob, find_folders_of
 from adascale_controller.local.runs_service import runs_service
 from adascale_core import names
 from adascale_core.errors import UsageError, requires_extra
 from adascale_core.job_id import parse_job_id
+
+if TYPE_CHECKING:
+    from adascale_controller.cluster.cluster_jobs import ClusterJobs
 
 PLUGIN = "kubectl adascale"
 """The name of the command line as a plugin of kubectl."""
@@ -58,20 +59,6 @@ def connect(job: str, url: str | None, state_dir: Path | None) -> Iterator[Metri
     with runs_service(latest.folder.path, 0, required=False) as service:
         if service is not None:
             yield MetricsServiceClient(service.process.url)
-
-
-@dataclass(frozen=True)
-class ClusterConnection:
-    """An open connection to a cluster."""
-
-    api: Api
-    jobs: ClusterJobs
-
-    def metrics(self, system_namespace: str, url: str | None = None) -> MetricsServiceClient:
-        """Return the client of the metrics service: at `url`, or else through the API server."""
-        if url is not None:
-            return client_at(url)
-        return metrics_client(self.api, system_namespace)
 
 
 def always_for_cluster(command: Callable[..., None]) -> Callable[..., None]:
@@ -111,10 +98,10 @@ def select_cluster(
 
 
 @contextmanager
-def open_cluster(target: ClusterTarget) -> Iterator[ClusterConnection]:
-    """Yield the connection to a cluster."""
+def open_cluster(target: ClusterTarget) -> Iterator[ClusterJobs]:
+    """Yield the jobs of a cluster."""
     # Imported here because importing the Kubernetes client takes a second.
     with requires_extra("a command for a cluster", "kubernetes"):
-        from adascale_controller.cluster.kubernetes_api import connect
-    with connect(target) as api:
-        yield ClusterConnection(api, ClusterJobs(api, target.namespace))
+        from adascale_controller.cluster import cluster_jobs
+    with cluster_jobs.open_cluster(target) as jobs:
+        yield jobs

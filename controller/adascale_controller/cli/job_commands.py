@@ -28,7 +28,7 @@ from adascale_controller.cli.arguments import (
     StateRoot,
     SystemNamespace,
 )
-from adascale_controller.cli.connections import connect, open_cluster, select_cluster
+from adascale_controller.cli.connections import client_at, connect, open_cluster, select_cluster
 from adascale_controller.cluster.api import ClusterAccessError, ClusterTarget
 from adascale_controller.formatting import OutputConsole
 from adascale_controller.job_overview import render_decision, render_gain, render_status
@@ -65,13 +65,13 @@ def status(
 
 
 def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namespace: str) -> None:
-    with open_cluster(target) as connection:
-        found = connection.jobs.find(job)
+    with open_cluster(target) as jobs:
+        found = jobs.find(job)
         if output is Output.JSON:
             typer.echo(json.dumps(found.to_json(), indent=2))
             return
         try:
-            found = replace(found, view=connection.metrics(system_namespace).get_job(found.id))
+            found = replace(found, view=jobs.metrics(system_namespace).get_job(found.id))
         except (ServiceError, ClusterAccessError) as error:
             # The status of the AdaScaleJob has all but the states of single replicas.
             typer.echo(f"adascale: the replicas are not shown: {error}", err=True)
@@ -108,8 +108,8 @@ def _service(
         with connect(job, url, state_dir) as client:
             yield client, parse_job_id(job)
         return
-    with open_cluster(target) as connection:
-        yield connection.metrics(system_namespace, url), connection.jobs.find(job).id
+    with open_cluster(target) as jobs:
+        yield jobs.metrics(system_namespace) if url is None else client_at(url), jobs.find(job).id
 
 
 def explain(
@@ -179,8 +179,8 @@ def export(
 
 
 def _url_of(target: ClusterTarget, job: str) -> str:
-    with open_cluster(target) as connection:
-        found = connection.jobs.find(job)
+    with open_cluster(target) as jobs:
+        found = jobs.find(job)
     if "://" not in found.checkpoint:
         raise AdaScaleError(
             f"the checkpoints of job {found.name} are in {found.checkpoint}, which only pods can read: run "

@@ -1,6 +1,6 @@
-"""The reads of the API server that the commands make, as a protocol.
+"""The cluster that a command is for, and the errors of its API server.
 
-A protocol, so that commands for this machine import no Kubernetes client.
+Apart from `kubernetes_api`, so that commands for this machine import no Kubernetes client.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_SERVICE_UNAVAILABLE
@@ -56,18 +56,3 @@ class ClusterTarget:
     context: str | None = None  # the context of the kubeconfig; None for its current context
     namespace: str | None = None  # the namespace; None for that of the context
     kubeconfig: Path | None = None  # the file; None for those in KUBECONFIG, or else ~/.kube/config
-
-
-class Api(Protocol):
-    """The API server, with the rights of the user. Reads raise a `ClusterAccessError`."""
-
-    @property
-    def context(self) -> str:
-        """The context of the kubeconfig, for messages; empty inside a pod."""
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of jobs that are named without one."""
-
-    def get(self, path: str, query: Query = (), timeout: float = CALL_TIMEOUT) -> Any:
-        """Return the parsed JSON of the answer; None if it has no body."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import quote
 
 from pydantic.alias_generators import to_camel
 
-from adascale_controller.cluster.api import Api, ApiObject, RejectedError
+from adascale_client import MetricsServiceClient
+from adascale_controller.cluster.api import ApiObject, ClusterTarget, RejectedError
+from adascale_controller.cluster.kubernetes_api import KubernetesApi, connect
+from adascale_controller.cluster.metrics_service import ProxyTransport
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_overview import JobOverview
 from adascale_controller.operator.types.kubernetes import ConditionType, JobCondition, condition_of, seconds
@@ -95,7 +100,7 @@ def _checkpoints(job: str, name: str, checkpoint: ApiObject, status: ApiObject) 
 class ClusterJobs:
     """The jobs of a cluster."""
 
-    def __init__(self, api: Api, namespace_option: str | None = None) -> None:
+    def __init__(self, api: KubernetesApi, namespace_option: str | None) -> None:
         self._api = api
         self._option = namespace_option
 
@@ -128,6 +133,11 @@ class ClusterJobs:
                 raise
         raise AdaScaleError(self._no_job(bare, namespace))
 
+    def metrics(self, system_namespace: str) -> MetricsServiceClient:
+        """Return the client of the metrics service through the API server, for reads."""
+        transport = ProxyTransport(self._api, system_namespace)
+        return MetricsServiceClient(transport.url, transport=transport)
+
     def _no_job(self, name: str, namespace: str) -> str:
         others = self.names(namespace)
         named = ", ".join(others[:MAX_NAMED])
@@ -135,3 +145,10 @@ class ClusterJobs:
         context = f" of context {self._api.context}" if self._api.context else ""
         hint = f"the jobs there are {named}" if others else "it has no jobs; choose another with --namespace"
         return f"no job {name} in namespace {namespace}{context}: {hint}"
+
+
+@contextmanager
+def open_cluster(target: ClusterTarget) -> Iterator[ClusterJobs]:
+    """Yield the jobs of a cluster."""
+    with connect(target) as api:
+        yield ClusterJobs(api, target.namespace)

@@ -93,7 +93,7 @@ class KubernetesApi:
         self._api.close()
 
     def get(self, path: str, query: Query = (), timeout: float = CALL_TIMEOUT) -> Any:
-        """As `Api.get`."""
+        """Return the parsed JSON of the answer; None if it has no body."""
         try:
             _, url, headers, _, _ = self._api.param_serialize(
                 "GET",

@@ -11,14 +11,14 @@ import json
 from typing import Any
 from urllib.parse import parse_qsl, quote
 
-from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
+from adascale_client import ServiceRefusedError, ServiceUnreachableError
 from adascale_controller.cluster.api import (
     CALL_TIMEOUT,
-    Api,
     ApiServerUnreachableError,
     ClusterAccessError,
     RejectedError,
 )
+from adascale_controller.cluster.kubernetes_api import KubernetesApi
 from adascale_core import names
 
 _GATEWAY_STATUSES = {500, 502, 503, 504}
@@ -30,7 +30,7 @@ _PLAIN_ANSWER = "first record does not look like a TLS handshake"
 class ProxyTransport:
     """Sends the reads of a `MetricsServiceClient` through the API server."""
 
-    def __init__(self, api: Api, namespace: str) -> None:
+    def __init__(self, api: KubernetesApi, namespace: str) -> None:
         self._api = api
         self._namespace = namespace
         self._path = f"/api/v1/namespaces/{quote(namespace, safe='')}/services"
@@ -94,12 +94,6 @@ class ProxyTransport:
             f"set {names.ENV_CA_FILE} to a file with the {names.AUTHORITY_FILE} of its ConfigMap "
             f"{names.AUTHORITY}, add --url https://127.0.0.1:{port}"
         )
-
-
-def metrics_client(api: Api, namespace: str) -> MetricsServiceClient:
-    """Return the client of the metrics service in a namespace, for reads."""
-    transport = ProxyTransport(api, namespace)
-    return MetricsServiceClient(transport.url, transport=transport)
 
 
 def _is_plain(error: RejectedError) -> bool:
