@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.allocation import AllocationView
@@ -30,13 +30,9 @@ MAX_FIELD_ERRORS = 20
 class FieldError(BaseModel):
     """A field or parameter that is invalid."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"field": "gain", "got": "NaN", "expected": "a finite number"}]}
-    )
-
-    field: str = Field(description="The name of the field, after its index in a list.")
-    got: str = Field(description="The value that was sent.")
-    expected: str = Field(description="The values that are valid.")
+    field: str = Field(description="The name of the field, after its index in a list.", examples=["gain"])
+    got: str = Field(description="The value that was sent.", examples=["NaN"])
+    expected: str = Field(description="The values that are valid.", examples=["a finite number"])
 
     def __str__(self) -> str:
         return f"{self.field}: got {self.got}, expected {self.expected}"
@@ -44,17 +40,6 @@ class FieldError(BaseModel):
 
 class ErrorBody(BaseModel):
     """The reason why a request was refused. Nothing of a refused request is stored."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "error": "gain: got NaN, expected a finite number; nothing was stored",
-                    "detail": [{"field": "gain", "got": "NaN", "expected": "a finite number"}],
-                }
-            ]
-        }
-    )
 
     error: str = Field(description="The reason.")
     detail: list[FieldError] = Field(default=[], description="The fields that are invalid.")

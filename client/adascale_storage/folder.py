@@ -10,13 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from adascale_core.checkpoint_manifest import draft_file_name
-from adascale_storage import (
-    MissingFileError,
-    NameTakenError,
-    Part,
-    StorageError,
-    StorageFullError,
-)
+from adascale_storage import MissingFileError, NameTakenError, Part, StorageError, StorageFullError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EINVAL}

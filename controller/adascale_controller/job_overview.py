@@ -36,7 +36,7 @@ from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import CountView, DecisionView
 from adascale_core.views.gain import GainView, PredictionView
 from adascale_core.views.job_summary import JobStateName
-from adascale_core.views.jobs import JobView, ReplicaView
+from adascale_core.views.jobs import Comparison, JobView, ReplicaView
 
 _HEADER = (
     "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "LOSS", "RESTARTS",
@@ -75,6 +75,7 @@ class JobOverview:
     checkpoint_step: int | None = None
     checkpoint_error: str | None = None  # why its checkpoints cannot be read
     result: Mapping[str, float | str] = field(default_factory=dict)  # as its program has reported it
+    comparison: str = ""  # what it has taken beside one replica; empty if that can't be estimated
     # what is shown, and not in `to_json`
     total: float | None = None  # the progress at which it ends
     view: JobView | None = None  # what the metrics service answers about it; None if it is not asked
@@ -149,6 +150,7 @@ def render_status(summary: JobOverview, now: float, slow: str = "") -> str:
         ("slow", slow or (view.slowness if view else "")),
         ("checkpoint", summary.checkpoint),
         ("result", format_result(summary.result)),
+        ("comparison", summary.comparison),
         *summary.places,
     ]
     text = columns([(name, value) for name, value in facts if value])
@@ -169,6 +171,17 @@ def describe_size(spec: JobSpec, most: int) -> str:
     if spec.train_samples is not None:
         steps = f", for {plural(spec.train_samples, 'sample')}"
     return f"{batch}, {fewest}{plural(most, 'replica')}{steps}"
+
+
+def describe_comparison(comparison: Comparison | None) -> str:
+    """Return the steps and time of a job beside those on one replica; empty if they can't be estimated."""
+    if comparison is None:
+        return ""
+    low, high = map(duration, comparison.single_seconds)
+    return (
+        f"{plural(comparison.steps, 'step')} in {duration(comparison.seconds)}, instead of "
+        f"{count(comparison.single_steps)} in an estimated {low} to {high} on one replica"
+    )
 
 
 def format_result(result: Mapping[str, float | str]) -> str:

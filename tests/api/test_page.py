@@ -195,6 +195,24 @@ def test_generations_are_recorded_with_what_began_them(client: Client, job: str)
     assert third["ended_at"] is None
 
 
+def test_a_job_is_compared_with_one_replica_by_its_step_times(client: Client, job: str) -> None:
+    client.put(
+        f"/jobs/{job}", JobSpec(8, max_batch_size=64, local_bsz_bounds=(4, 16), max_replicas=2).to_json()
+    )
+    train(client, job, 2)
+    assert client.get(f"/jobs/{job}/generations")["comparison"] is None
+    end = client.get(f"/jobs/{job}/generations")["generations"][0]["started_at"] + 30
+    measured = {"replicas": 2, "local_bsz": 16, "accumulation": 1, "scale": 4.0, "step_time": 1.0}
+    reports = [a_report(step, **measured, sync_time=0.2, time=end, progress=90.0) for step in range(28, 31)]
+    client.post_gain(job, *reports)
+    comparison = client.get(f"/jobs/{job}/generations")["comparison"]
+    assert (comparison["steps"], comparison["single_steps"]) == (30, 90)
+    assert comparison["seconds"] == pytest.approx(30)
+    low, high = comparison["single_seconds"]
+    # 0.8 s for 16 samples without communication: half of it is taken as fixed, half as proportional.
+    assert low < 90 * 0.6 < high < 1.2 * low
+
+
 def test_a_complete_job_has_no_active_generation(client: Client, job: str) -> None:
     train(client, job, 1)
     client.register(job, running(0, 1, 1, replica_state=ReplicaState.FINISHED))

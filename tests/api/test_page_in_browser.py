@@ -260,6 +260,9 @@ def test_a_job_that_has_ended_shows_what_became_of_it(page: Page, shown: Service
         show(page, shown, "#/jobs/team.done")
         result = page.get_by_text("Complete at progress 100, in 90 steps")
         expect(result).to_contain_text("on 1 replica; the last loss was 0.25.", timeout=30_000)
+        expect(result).to_contain_text(
+            re.compile(r"One replica would have made 100 steps in an estimated [\d.]+ ")
+        )
         expect(page.get_by_role("heading", name="Why it has this replica count")).to_be_hidden()
         client.call("DELETE", "/jobs/team.done")
     show(page, shown, "#/jobs/team.failed")

@@ -33,12 +33,14 @@ def test_a_job_of_epochs_shows_its_true_end_and_its_result(tmp_path: Path, state
     job = write(tmp_path / "job.yaml", {"REQUIRED": "1"})
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 0, run.stdout
-    end = r"Finished at progress 18 in [0-9.]+ s: accuracy 0.5\n.*`adascale ui` shows it.*\n\Z"
-    assert re.search(end, run.stdout), run.stdout
+    end = r"Finished at progress 18 in [0-9.]+ s: accuracy 0.5\n(.*)`adascale ui` shows it.*\n\Z"
+    found = re.search(end, run.stdout, re.DOTALL)
+    assert found, run.stdout
+    assert re.search(r"18 steps in .* s, instead of 18 in an estimated .* s on one replica\n", found[1])
     again = adascale("run", job, "--state-dir", state, "--port", 0)
     assert again.returncode == 0, again.stdout
     assert "Finished before, at step 18, progress 18" in again.stdout
-    assert re.search(end, again.stdout), again.stdout
+    assert re.search(end, again.stdout, re.DOTALL), again.stdout
     log = (state / "logs" / "replica-0.log").read_text()
     assert "adascale: training has already finished, at step 18, progress 18" in log
 

@@ -6,6 +6,7 @@ OpenAPI document here and in `app`.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -15,12 +16,7 @@ from pydantic_core import from_json
 from starlette.types import Message, Receive, Scope
 
 from adascale_api.bodies import MAX_REPORTS, GainReportBody, GainReports
-from adascale_api.errors import (
-    BodyTooLargeError,
-    FieldError,
-    InvalidInputError,
-    NotJsonError,
-)
+from adascale_api.errors import BodyTooLargeError, FieldError, InvalidInputError, NotJsonError
 from adascale_core.messages.reports import GainReport
 
 MAX_BODY = 1024 * 1024
@@ -113,9 +109,7 @@ def _parse_reports(text: bytes) -> list[GainReport]:
 async def _read(request: Request) -> bytes:
     """Return the body, unless its content type is another one than JSON."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not (
-        media_type.startswith("application/") and media_type.endswith("+json")
-    ):
+    if re.fullmatch(r"application/(.*\+)?json", media_type) is None:
         # This also refuses the requests that a web page can send to another origin without a preflight.
         raise NotJsonError(
             f"content-type: got {media_type or 'nothing'}, expected application/json; nothing was stored"
@@ -152,10 +146,7 @@ def _invalid(error: ValidationError) -> InvalidInputError:
 
 
 _either: TypeAdapter[Any] = TypeAdapter(GainReportBody | GainReports)
-reports_body = JsonBody(
-    {"anyOf": _either.json_schema(ref_template=REFERENCE)["anyOf"]},
-    _parse_reports,
-)
+reports_body = JsonBody({"anyOf": _either.json_schema(ref_template=REFERENCE)["anyOf"]}, _parse_reports)
 """A report, or a list of reports."""
 
 

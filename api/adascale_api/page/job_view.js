@@ -198,8 +198,8 @@ export class JobView {
   async readDetails() {
     const path = `jobs/${encodeURIComponent(this.id)}`;
     await this.attempt(async (signal) => {
-      const [job, { generations, decided_at: decidedAt }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
-      this.generations = generations;
+      const [job, { generations, comparison, decided_at: decidedAt }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
+      Object.assign(this, { generations, comparison });
       this.showResult();
       this.showDeclaration(job.spec);
       if (decidedAt === null || decidedAt !== this.decided) this.showDecision(decidedAt === null ? null : await get(`${path}/decision`, signal));
@@ -230,7 +230,7 @@ export class JobView {
   }
 
   showResult() {
-    const { job, generations } = this;
+    const { job, generations, comparison } = this;
     if (!job) return;
     const { folder, versions } = job.run ?? {};
     const rows = [...(folder ? [["State folder", folder]] : []), ...Object.entries(versions ?? {}).map(([name, version]) => [`Version of ${name}`, version])];
@@ -250,6 +250,7 @@ export class JobView {
       sizes.length ? `, on ${least === most ? count(most) : `${count(least)} to ${count(most)}`} ${most === 1 ? "replica" : "replicas"}` : "",
       job.latest && job.latest.loss !== null ? `; the last loss was ${significant(job.latest.loss)}` : "", ".",
       job.run?.reason ? ` ${job.run.reason.replace(/\.?$/, ".")}` : "",
+      comparison ? ` One replica would have made ${count(comparison.single_steps)} steps in an estimated ${comparison.single_seconds.map((each) => duration(each)).join(" to ")}.` : "",
       Object.keys(job.run?.result ?? {}).length ? ` The result is ${Object.entries(job.run.result).map(([name, value]) => `${name} ${typeof value === "number" ? significant(value, 4) : value}`).join(", ")}.` : "",
       job.state === "Failed" ? " The output of its last replica is below." : "",
     ];

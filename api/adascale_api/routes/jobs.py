@@ -34,9 +34,18 @@ from adascale_core.errors import InvalidJobError
 from adascale_core.job_id import parse_job_id
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
+from adascale_core.performance.throughput import single_replica_seconds
 from adascale_core.rendezvous.rendezvous import StaleAllocationError
 from adascale_core.views.decision import DecisionView
-from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
+from adascale_core.views.jobs import (
+    Comparison,
+    GenerationsView,
+    GenerationView,
+    JobChanges,
+    JobList,
+    JobView,
+    ReplicaView,
+)
 
 _STEP_TIME_SIZE = 150
 """Bytes of a step time in an answer, approximately."""
@@ -127,16 +136,31 @@ async def delete_job(service: ServiceOf, job: JobId) -> None:
     responses=errors(404),
 )
 async def get_generations(service: ServiceOf, job: JobId) -> GenerationsView:
-    """Returns when each generation was active, with how many replicas, and why it began; and when the last
-    decision was made that `/jobs/{job}/decision` explains."""
+    """Returns when each generation was active, with how many replicas, and why it began; when the last
+    decision was made that `/jobs/{job}/decision` explains; and what the job has taken beside one replica."""
 
     def query(transaction: Transaction) -> GenerationsView:
         found = jobs.find_job(transaction, job)
         decision = jobs.find_decision(transaction, found)
         decided_at = None if decision is None else decision.time
-        return GenerationsView(job, jobs.generations(transaction, found), decided_at)
+        generations = jobs.generations(transaction, found)
+        return GenerationsView(job, generations, decided_at, _compare(transaction, found, generations))
 
     return await service.database.read_long(query)
+
+
+def _compare(
+    transaction: Transaction, job: StoredJob, generations: Sequence[GenerationView]
+) -> Comparison | None:
+    latest = reports.latest_reports(transaction, [job.id])(job.id)
+    if latest is None or job.spec is None or not generations or generations[0].generation > 1:
+        return None
+    bounds = job.spec.with_limit(job.rendezvous.local_bsz_limit).bounds
+    step_times = reports.step_times(transaction, [job.id])(job.id)
+    measured = [each for each in step_times if each.accelerator == latest.accelerator]
+    single = single_replica_seconds(latest.progress, bounds, measured)
+    seconds = sum((each.ended_at or latest.time) - each.started_at for each in generations)
+    return single and Comparison(latest.step, seconds, round(latest.progress), single)
 
 
 @router.put(

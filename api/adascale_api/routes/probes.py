@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from fastapi import APIRouter
-from fastapi.responses import PlainTextResponse
+from fastapi import APIRouter, Response
 
 from adascale_api.data.sql import Sql
 from adascale_api.errors import UnavailableError
@@ -39,14 +38,17 @@ async def get_readiness(service: ServiceOf) -> HealthResponse:
     "/metrics",
     summary="Metrics for Prometheus",
     dependencies=READER,
-    response_class=PlainTextResponse,
-    responses=errors(401, 403, 503),
+    response_class=Response,
+    responses={
+        200: {"content": {METRICS_MEDIA_TYPE: {"schema": {"type": "string"}}}},
+        **errors(401, 403, 503),
+    },
 )
-async def get_metrics(service: ServiceOf) -> PlainTextResponse:
+async def get_metrics(service: ServiceOf) -> Response:
     """The gain, efficiency, progress, replicas and local batch size of each job; reports and requests of this
     process. While the database can't be read, those of jobs are missing."""
     try:
         text = await service.database.read_long(service.metrics.text)
     except UnavailableError:
         text = service.metrics.process_text()
-    return PlainTextResponse(text, media_type=METRICS_MEDIA_TYPE)
+    return Response(text, media_type=METRICS_MEDIA_TYPE)

@@ -31,7 +31,7 @@ from adascale_controller.cli.arguments import (
 from adascale_controller.cli.connections import client_at, connect, open_cluster, select_cluster
 from adascale_controller.cluster.api import ClusterAccessError, ClusterTarget
 from adascale_controller.formatting import OutputConsole
-from adascale_controller.job_overview import render_decision, render_gain, render_status
+from adascale_controller.job_overview import describe_comparison, render_decision, render_gain, render_status
 from adascale_controller.local.local_jobs import find_job, read_status
 from adascale_controller.local.machine import describe_contention
 from adascale_controller.local.state_dir import location
@@ -71,7 +71,9 @@ def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namesp
             typer.echo(json.dumps(found.to_json(), indent=2))
             return
         try:
-            found = replace(found, view=jobs.metrics(system_namespace).get_job(found.id))
+            client = jobs.metrics(system_namespace)
+            comparison = describe_comparison(client.get_generations(found.id).comparison)
+            found = replace(found, view=client.get_job(found.id), comparison=comparison)
         except (ServiceError, ClusterAccessError) as error:
             # The status of the AdaScaleJob has all but the states of single replicas.
             typer.echo(f"adascale: the replicas are not shown: {error}", err=True)

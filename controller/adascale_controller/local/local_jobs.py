@@ -11,7 +11,7 @@ from pathlib import Path
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.formatting import count, progress_text
-from adascale_controller.job_overview import JobOverview
+from adascale_controller.job_overview import JobOverview, describe_comparison
 from adascale_controller.local.run_history import RunRecord, deregister_folder, read_runs, registered_folders
 from adascale_controller.local.service_process import RunningService, read_service
 from adascale_controller.local.state_dir import (
@@ -132,10 +132,12 @@ def read_status(job: LocalJob) -> JobOverview:
     """Read the status of `job` from its state folder and its metrics service."""
     process, service = job.process, job.service
     view: JobView | None = None
+    comparison = job.runs[-1].comparison
     if service is not None:
         client = MetricsServiceClient(service.url)
         try:
             view = client.get_job(job.id)
+            comparison = describe_comparison(client.get_generations(job.id).comparison)
         except ServiceError:
             view = None  # It has just stopped, or it restarts.
         finally:
@@ -191,6 +193,7 @@ def read_status(job: LocalJob) -> JobOverview:
         checkpoint_step=checkpoint.step if checkpoint else None,
         checkpoint_error=error,
         result=dict(checkpoint.result) if checkpoint else {},
+        comparison=comparison,
     )
 
 

@@ -148,6 +148,7 @@ class RunResult:
     end: End | None = None  # why the job has failed for good; None if it has not
     log: str = ""  # the last lines of the program's output, if it failed
     latest: GainReport | None = None  # the last report; None if there is none
+    comparison: str = ""  # what it has taken beside one replica; empty if that can't be estimated
     stopped_at: float = 0.0  # when the replicas were requested to save and to stop, in seconds since 1970
 
     @property

@@ -63,6 +63,7 @@ class RunRecord:
     reason: str = ""  # why it has failed; empty if it has not
     target: Reported = None  # the progress at which the program would end; None if unknown
     loss: Reported = None  # the last that it has reported; None if there is none
+    comparison: str = ""  # what it has taken beside one replica; empty if that can't be estimated
 
 
 _RUN_RECORD: Final = TypeAdapter(RunRecord)
@@ -87,10 +88,15 @@ def record_start(folder: StateDir, run: RunRecord) -> list[float]:
 
 
 def record_end(
-    folder: StateDir, exit_code: int, ended: float, reason: str = "", latest: GainReport | None = None
+    folder: StateDir,
+    exit_code: int,
+    ended: float,
+    reason: str = "",
+    latest: GainReport | None = None,
+    comparison: str = "",
 ) -> None:
-    """Record the end of the last run: when it was, why it has failed, and its last report."""
-    end = {"exit_code": exit_code, "ended": ended, "reason": reason}
+    """Record the end of the last run: when it was, why it has failed, its last report, and what it took."""
+    end = {"exit_code": exit_code, "ended": ended, "reason": reason, "comparison": comparison}
     known = {} if latest is None else {"target": latest.target, "loss": latest.loss}
     _append(folder.history_file, end | {name: value for name, value in known.items() if value is not None})
 

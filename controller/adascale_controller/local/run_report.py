@@ -212,6 +212,8 @@ def print_summary(
             at = f" at progress {_progress(checkpoint)}"
         values = f": {format_result(checkpoint.result)}" if checkpoint and checkpoint.result else ""
         display.message(f"Finished{at} in {duration(seconds)}{values}", "bold green")
+        if result.comparison:
+            display.message(result.comparison)
         display.message("`adascale ui` shows it from now on")
     elif result.end is not None and result.end.reason is Reason.PROGRAM_FAILED:
         display.message("Correct the cause, and run the command again", "bold")

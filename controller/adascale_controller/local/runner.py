@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job.phase import requested_stop
+from adascale_controller.job_overview import describe_comparison
 from adascale_controller.local.control_loop import LocalControlLoop
 from adascale_controller.local.display import Display, LiveDisplay
 from adascale_controller.local.local_command import LocalCommand, resolve_command
@@ -55,7 +56,6 @@ from adascale_controller.schema import JobDefinition
 from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import AdaScaleError
-from adascale_core.messages.reports import GainReport
 
 MAX_HISTORY_POINTS = 5_000
 """The most reports that the table of generations is computed from."""
@@ -107,16 +107,17 @@ def run_job(job: JobDefinition, options: RunOptions, display: Display) -> int:
         run_starts = record_start(folder, record)
         _register(folder, display)
         run = _Run(job, options, display, signals, folder, checkpoints, lock, listener, run_starts)
-        exit_code, reason, latest = 1, "", None
+        exit_code, reason, latest, comparison = 1, "", None, ""
         try:
             result = run.execute(command, environ, devices, limit)
-            exit_code, reason, latest = result.exit_code, result.reason, result.latest
+            exit_code, reason = result.exit_code, result.reason
+            latest, comparison = result.latest, result.comparison
         except Exception as error:
             exit_code = error.exit_code if isinstance(error, AdaScaleError) else 1
             reason = str(error) or type(error).__name__
             raise
         finally:
-            record_end(folder, exit_code, time.time(), reason, latest)
+            record_end(folder, exit_code, time.time(), reason, latest, comparison)
         return exit_code
 
 
@@ -225,7 +226,7 @@ class _Run:
             result = loop.run()
             result = replace(result, stopped_at=time.time())
             self._stop(result, loop, agents)
-            return replace(result, latest=self._summarize(result, client))
+            return self._summarize(result, client)
         finally:
             display.close()
             if agents.ranks:
@@ -251,20 +252,22 @@ class _Run:
                 "yellow",
             )
 
-    def _summarize(self, result: RunResult, client: MetricsServiceClient) -> GainReport | None:
-        """Print the end of the run, and return its last report; None if there is none."""
+    def _summarize(self, result: RunResult, client: MetricsServiceClient) -> RunResult:
+        """Print the end of the run, and return the result with its last report."""
         self.display.close()
         try:
             reports = client.get_history(self.job.id, MAX_HISTORY_POINTS).points
+            comparison = describe_comparison(client.get_generations(self.job.id).comparison)
         except ServiceError as error:
             self.display.message(f"Cannot show the table of generations: {error}", "yellow")
-            reports = ()
+            reports, comparison = (), ""
         latest = reports[-1] if reports else None
+        result = replace(result, latest=latest, comparison=comparison)
         try:
             checkpoint = newest_manifest(self.checkpoints)
         except CheckpointStorageError as error:
             self.display.message(f"Cannot show what is saved: {error}", "yellow")
-            return latest
+            return result
         print_summary(
             self.display,
             result,
@@ -273,4 +276,4 @@ class _Run:
             latest.progress if latest is not None else None,
             time.monotonic() - self.started_at,
         )
-        return latest
+        return result

@@ -22,13 +22,7 @@ from types import MappingProxyType
 from typing import Self
 
 from adascale_core.decision.deadline import Feasibility
-from adascale_core.decision.job_utility import (
-    JobState,
-    JobUtility,
-    change_allowed_at,
-    utilities_of,
-    weighted,
-)
+from adascale_core.decision.job_utility import JobState, JobUtility, change_allowed_at, utilities_of, weighted
 from adascale_core.decision.placing import admitted, allocate_on_nodes, choose_counts
 from adascale_core.decision.type_choice import Accelerator, TypeChoice, TypeOptions
 from adascale_core.names import DEFAULT_FAIRNESS

@@ -29,12 +29,7 @@ from adascale_core.batch.plans import (
 from adascale_core.decision.deadline import DeadlineOutlook, Feasibility
 from adascale_core.messages.reports import StepTime
 from adascale_core.names import DEFAULT_FAIRNESS
-from adascale_core.performance.goodput_table import (
-    Goodputs,
-    candidate_counts,
-    goodputs,
-    smallest_scales,
-)
+from adascale_core.performance.goodput_table import Goodputs, candidate_counts, goodputs, smallest_scales
 from adascale_core.performance.throughput import NOISE, Floats, StepTimeModel, fit_all
 
 

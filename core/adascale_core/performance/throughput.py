@@ -23,14 +23,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import log
+from math import exp, log
 from operator import attrgetter
+from statistics import fmean
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from adascale_core.batch.plans import BatchPlan
+from adascale_core.batch.plans import BatchBounds, BatchPlan, batch_choice
 from adascale_core.messages.reports import StepTime
 
 Floats = npt.NDArray[np.float64]
@@ -108,6 +109,23 @@ class StepTimeModel:
     def fit(measurements: Sequence[StepTime], template: Sequence[StepTime] = ()) -> StepTimeModel | None:
         """Return the most probable model; None without measurements."""
         return _fit_one(tuple(measurements), tuple(template))
+
+
+def single_replica_seconds(
+    progress: float, bounds: BatchBounds, measured: Sequence[StepTime]
+) -> tuple[float, float] | None:
+    """Return between which the time of a progress on one replica with the initial batch is; None if unknown.
+
+    The prediction from measured step times, and twice the standard deviation of these from the model.
+    """
+    times, plans = usable(tuple(measured)), batch_choice(bounds, 1)
+    model = StepTimeModel.fit(times)
+    if model is None or not plans:
+        return None
+    errors = [log(each.step_time / model.step_time(each.plan, each.nodes)) for each in times]
+    spread = exp(2 * max(fmean(error**2 for error in errors) ** 0.5, NOISE))
+    seconds = progress / plans[0].scale(bounds) * model.step_time(plans[0])
+    return seconds / spread, seconds * spread
 
 
 def overlapped(compute: Floats, sync: Floats, overlap: float | Floats) -> Floats:

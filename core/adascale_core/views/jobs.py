@@ -235,6 +235,24 @@ def downtime(last_step: float, first_step: float) -> float:
 
 
 @dataclass(frozen=True)
+class Comparison(Message):
+    """A job so far beside the same progress on one replica with the initial batch size, an estimate.
+
+    Args:
+        steps: its optimizer steps.
+        seconds: the time in which it had replicas.
+        single_steps: the steps on one replica, which are the progress.
+        single_seconds: bounds of the time on one replica, lower and upper: the step time that is predicted
+            from the measured ones, and twice the standard deviation of these from the prediction.
+    """
+
+    steps: int
+    seconds: float
+    single_steps: int
+    single_seconds: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class GenerationsView(Message):
     """The generations of a job, the latest last.
 
@@ -242,8 +260,10 @@ class GenerationsView(Message):
         job: the full job id.
         generations: the latest 1000 or more that are kept.
         decided_at: the `time` of the last explained decision; None if none is stored.
+        comparison: what it has taken beside one replica; None if that can't be estimated.
     """
 
     job: str
     generations: Sequence[GenerationView]
     decided_at: float | None
+    comparison: Comparison | None = None

@@ -13,11 +13,7 @@ from typing import Any
 
 from adascale_controller.job.failing_counts import FailingCount
 from adascale_controller.job.reasons import Reason
-from adascale_controller.operator.observe.adascalejob import (
-    AdaScaleJob,
-    digest_of,
-    template_digest,
-)
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob, digest_of, template_digest
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, with_start_problem
 from adascale_controller.operator.types.kubernetes import ApiObject, only
 from adascale_controller.operator.types.settings import OperatorSettings
