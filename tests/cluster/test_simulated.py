@@ -1,4 +1,4 @@
-"""Jobs on simulated nodes (KWOK), whose pods have no processes: an autoscaler, and limits of a namespace.
+"""Jobs on simulated nodes (KWOK), whose pods have no processes: an autoscaler adds nodes for them.
 
 The operator and the metrics service are real, in processes of their own. The agents are played by the
 benchmark `bench/at_scale.py`.
@@ -150,22 +150,3 @@ def test_nodes_are_added_for_the_smallest_count_and_for_growth(place: Place) -> 
         assert len(place.nodes) == 2
         assert place.status("requests")["disruptions"] == 0
         assert place.unschedulable_pods() == []
-
-
-def test_a_job_whose_limits_are_exceeded_says_so_and_starts_once_they_are_raised(place: Place) -> None:
-    """A quota of pods, then a LimitRange, which refuses a pod before its quota is counted."""
-    core, namespace = place.core, place.namespace
-    place.add_node(gpus=8)
-    hard = {"pods": "0"}
-    core.create_namespaced_resource_quota(namespace, {"metadata": {"name": "pods"}, "spec": {"hard": hard}})
-    place.submit("digits")
-    wait_until(lambda: place.condition("digits")["reason"] == "QuotaExceeded", "the quota of pods")
-    assert "exceeded quota: pods" in place.condition("digits")["message"]
-    most = [{"type": "Container", "max": {"memory": "16Mi"}}]
-    core.create_namespaced_limit_range(namespace, {"metadata": {"name": "memory"}, "spec": {"limits": most}})
-    core.delete_namespaced_resource_quota("pods", namespace)
-    wait_until(lambda: place.condition("digits")["reason"] == "PodCreationFailed", "the LimitRange")
-    assert "maximum memory usage per Container is 16Mi" in place.condition("digits")["message"]
-    core.delete_namespaced_limit_range("memory", namespace)
-    wait_until(lambda: place.condition("digits")["reason"] == "Training", "training")
-    assert place.status("digits")["failures"] == 0

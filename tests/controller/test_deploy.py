@@ -211,6 +211,14 @@ def test_roles_have_exactly_these_permissions() -> None:
     assert found == ROLES
 
 
+@pytest.mark.parametrize(("role", "of_users"), [("edit", ["admin", "edit"]), ("view", ["view"])])
+def test_roles_of_users_include_adascalejobs(role: str, of_users: list[str]) -> None:
+    labels = find(EVERYWHERE, "ClusterRole", f"adascale-{role}")["metadata"]["labels"]
+    for name in ("admin", "edit", "view"):
+        added = labels.get(f"rbac.authorization.k8s.io/aggregate-to-{name}") == "true"
+        assert added == (name in of_users)
+
+
 @pytest.mark.parametrize(
     ("where", "objects"),
     [("everywhere", EVERYWHERE), ("all-namespaces", ALL_NAMESPACES), ("one-namespace", ONE_NAMESPACE)],

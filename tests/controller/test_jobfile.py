@@ -433,6 +433,20 @@ INVALID_FIELDS = [
         job().replace("name: digits", "name: digits\n  namespace: a.b"),
         "metadata.namespace: job namespace 'a.b' is not valid",
     ),
+    (
+        job(processesPerReplica=3),
+        "spec.batchSize: 32 is not a multiple of processesPerReplica 3: the processes of a replica divide "
+        "its batches equally, so change one of them",
+    ),
+    (
+        job(processesPerReplica=4, localBszBounds={"lower": 5, "upper": 7}),
+        "spec.localBszBounds: 5 to 7 have no multiple of processesPerReplica 4: the processes of a replica "
+        "divide its local batch equally, so widen the bounds",
+    ),
+    (
+        job(processesPerReplica=2, minReplicas=17, maxReplicas=32),
+        "spec: no replica count from 17 to 32 is valid with batchSize 32, replicas of 2 processes: widen",
+    ),
     # The core's checks, with the names of the YAML.
     (
         job(maxBatchSize=16),

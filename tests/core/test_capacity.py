@@ -363,16 +363,6 @@ def test_equal_replicas_fit_if_any_packing_exists(
         assert capacity.fits(counts) == (sum(counts.values()) <= number)
 
 
-@given(some_nodes, equal_demands(), some_counts, st.data())
-def test_fewer_equal_replicas_fit_if_more_fit(
-    nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int], data: st.DataObject
-) -> None:
-    counts = counts_of(demands, counts)
-    capacity = NodeCapacity(nodes, demands)
-    fewer = {job: data.draw(st.integers(0, count)) for job, count in counts.items()}
-    assert capacity.fits(fewer) or not capacity.fits(counts)
-
-
 @given(some_nodes, several_demands)
 def test_placed_replicas_fit(nodes: Sequence[Node], demands: Mapping[str, Demand]) -> None:
     counts = {}
