@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.kubernetes_cluster import ApiServerError, PodRefusedError
 from adascale_controller.operator.runtime.work_queue import MAX_RETRY_INTERVAL, RETRY_INTERVAL, ErrorIsolation
-from adascale_controller.operator.types.kubernetes import ApiObject
 from support.clock import Clock
-from support.fake_api_server import FakeApiServer
-from support.fake_cluster import FakeCluster
 
 REFUSED = ApiServerError('pods "digits-0-0" is forbidden: exceeded quota', 403, "exceeded quota")
 
@@ -77,23 +72,3 @@ def test_a_change_of_the_job_and_a_success_end_the_wait() -> None:
     assert isolation.retry_at("team.digits") == clock.now + 32, "the clock was set back"
     isolation.clear("team.digits")
     assert isolation.retry_at("team.digits") == 0.0
-
-
-def test_a_job_whose_pods_are_refused_sends_few_requests_and_one_at_once_when_it_is_edited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    attempts: list[float] = []
-
-    async def refuse(_: FakeApiServer, manifest: ApiObject) -> Any:
-        attempts.append(cluster.now)
-        raise REFUSED
-
-    monkeypatch.setattr(FakeApiServer, "create_pod", refuse)
-    cluster = FakeCluster()
-    cluster.submit()
-    cluster.run_cycles(300)
-    assert 5 <= len(attempts) <= 12, attempts
-    cluster.edit(maxReplicas=8)
-    edited_at = cluster.now
-    cluster.run_cycles(2)
-    assert edited_at < attempts[-1] <= edited_at + 2

@@ -23,16 +23,9 @@ def with_pods(known: FailureCount, pods: list[Pod]) -> FailureCount:
 @pytest.mark.parametrize(
     ("known", "pods", "expected"),
     [
-        (FailureCount(), [], FailureCount()),
         (FailureCount(), [pod(0), pod(1)], FailureCount()),
-        (FailureCount(), [failed_pod(0, 3)], FailureCount(1, 3)),
-        (FailureCount(), [failed_pod(0, 3), failed_pod(1, 3)], FailureCount(1, 3)),
-        (FailureCount(), [failed_pod(0, 3), failed_pod(0, 4)], FailureCount(2, 4)),
-        (FailureCount(1, 3), [failed_pod(0, 3)], FailureCount(1, 3)),
         (FailureCount(1, 3), [failed_pod(0, 3), failed_pod(1, 5)], FailureCount(2, 5)),
-        (FailureCount(), [failed_pod(0), failed_pod(1), failed_pod(2)], FailureCount(1, 0, 1)),
         (FailureCount(), [failed_pod(0), failed_pod(0), failed_pod(1)], FailureCount(2, 0, 2)),
-        (FailureCount(2, 0, 2), [failed_pod(0), failed_pod(0)], FailureCount(2, 0, 2)),
         (FailureCount(), [EVICTED], FailureCount()),
     ],
     ids=str,
@@ -41,12 +34,6 @@ def test_failures_of_pods_are_added_to_the_recorded_count(
     known: FailureCount, pods: list[Pod], expected: FailureCount
 ) -> None:
     assert with_pods(known, pods) == expected
-
-
-def test_failures_count_again_after_the_pods_were_replaced() -> None:
-    known = with_pods(FailureCount(2, 0, 2), [])
-    assert known.count == 2
-    assert with_pods(known, [failed_pod(0)]).count == 3
 
 
 def test_the_count_is_read_from_the_status() -> None:

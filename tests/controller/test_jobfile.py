@@ -310,6 +310,12 @@ INVALID_FIELDS = [
         job(spareReplicas=1, opportunistic={"priorityClassName": "low"}),
         "spec: spareReplicas and opportunistic are both set, which was not tried; set at most one of them",
     ),
+    (job(opportunistic={}), "spec.opportunistic.priorityClassName: is required"),
+    (job(opportunistic={"priorityClassName": "Spot"}), "spec.opportunistic.priorityClassName: must match "),
+    (
+        job(opportunistic={"priorityClassName": "spot", "queue": "team"}),
+        "spec.opportunistic.queue: unknown field; did you mean queueName?",
+    ),
     (
         job(spareReplicas=1021),
         "spec.spareReplicas: must be at most 1016 with maxReplicas 8, since replicas and spares together are "

@@ -78,17 +78,6 @@ def test_a_decision_that_could_not_be_stored_is_stored_in_a_later_cycle(
     assert cluster.service.decision is not None
 
 
-def test_a_job_that_is_created_again_starts_with_its_own_counts() -> None:
-    cluster = FakeCluster()
-    cluster.submit()
-    cluster.run_cycles()
-    cluster.remove(Resource.ADASCALEJOBS, "digits")
-    cluster.submit()
-    cluster.run_cycles()
-    assert trains(cluster)
-    assert cluster.status["allocation"] == {"generation": 1, "replicas": 1}
-
-
 def test_a_job_that_is_created_again_at_once_does_not_count_the_end_of_the_old_pod_as_a_loss() -> None:
     """The pod of the old job registers after it was deregistered, and is killed without a word."""
     cluster = FakeCluster()

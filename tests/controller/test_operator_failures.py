@@ -18,7 +18,6 @@ from support.observed_jobs import (
     actions_for,
     condition,
     events,
-    failed_pod,
     finished_pod,
     job,
     observed,
@@ -30,7 +29,7 @@ from support.observed_jobs import (
     writes,
 )
 
-RUNNING, RESCALING, SUSPENDED = ConditionType.RUNNING, ConditionType.RESCALING, ConditionType.SUSPENDED
+RUNNING, RESCALING = ConditionType.RUNNING, ConditionType.RESCALING
 
 
 def test_a_job_is_complete_when_a_replica_has_finished_and_the_others_end_or_are_ended() -> None:
@@ -42,20 +41,6 @@ def test_a_job_is_complete_when_a_replica_has_finished_and_the_others_end_or_are
     assert actions.status["state"] == "Complete"
     assert (actions.status["replicas"], actions.status["desiredReplicas"]) == (0, 0)
     assert "completionTime" in actions.status
-
-
-def test_a_program_that_exceeds_backoff_limit_fails_the_job_with_its_last_output() -> None:
-    pods = [failed_pod(0, 3), failed_pod(1, 3), failed_pod(0, 4, created_at=NOW - 40), pod(0)]
-    observed_job = replace(training_job((5, 1), backoff_limit=1), pods=pods)
-    actions = actions_for(observed_job, 1)
-    assert condition(actions, ConditionType.FAILED).reason == Reason.BACKOFF_LIMIT_EXCEEDED
-    assert "exit code 3" in condition(actions, ConditionType.FAILED).message
-    assert "ValueError: no" in condition(actions, ConditionType.FAILED).message
-    assert writes(actions) == {"end": ["digits-0"]}
-    assert actions.status["failures"] == 2
-    assert (
-        actions_for(replace(observed_job, resource=job((5, 1), backoff_limit=2)), 1).status["failures"] == 2
-    )
 
 
 def test_the_end_after_too_many_restarts_names_what_killed_the_last_pod() -> None:

@@ -194,10 +194,6 @@ def test_pods_that_are_about_to_enter_a_generation_stay_until_it_has_ended() -> 
     assert writes(actions_for(left, 2)) == {"delete": ["digits-2", "digits-3"]}
 
 
-def test_a_job_in_its_desired_state_is_not_changed() -> None:
-    assert writes(actions_for(training_job(), 2)) == {}
-
-
 def test_a_newer_generation_of_the_metrics_service_is_adopted() -> None:
     lost_one = observed(job((3, 4)), view((4, 2), (3, 2), broken=True), [pod(0), pod(1)])
     actions = actions_for(lost_one, 2)

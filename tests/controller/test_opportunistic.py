@@ -12,8 +12,6 @@ from adascale_controller.operator.observe.observed_job import Admission, Observe
 from adascale_controller.operator.runtime.lookup_fetcher import ADMISSION_RETRY_INTERVAL
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.kubernetes import Resource
-from adascale_controller.validation import validate_document
-from adascale_core import names
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.decision import LimitKind, LimitView
 from controller.conftest import SETTINGS, SPOT, ClusterWithPriorities
@@ -31,9 +29,6 @@ from support.observed_jobs import (
     view,
     writes,
 )
-
-Object = dict[str, Any]
-
 
 # -- pods --------------------------------------------------------------------------------------------------
 
@@ -227,45 +222,6 @@ def test_a_job_waits_for_the_extra_pods_of_a_job_whose_core_has_a_higher_priorit
 
 
 # -- fields ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "opportunistic", "message"),
-    [
-        ("a", {"priorityClassName": "spot", "queueName": "team"}, None),
-        ("a", None, None),
-        ("a", {}, "spec.opportunistic.priorityClassName: is required"),
-        (
-            "a",
-            {"priorityClassName": "Spot"},
-            "spec.opportunistic.priorityClassName: must match ",
-        ),
-        (
-            "a",
-            {**SPOT, "queue": "team"},
-            "spec.opportunistic.queue: unknown field; did you mean queueName?",
-        ),
-    ],
-)
-def test_fields_are_checked(name: str, opportunistic: Object | None, message: str | None) -> None:
-    content = {
-        "apiVersion": names.GROUP_VERSION,
-        "kind": names.KIND,
-        "metadata": {"name": name},
-        "spec": {
-            "batchSize": 4,
-            "maxReplicas": 2,
-            "opportunistic": opportunistic,
-            "template": {"spec": {"containers": [{"name": "worker", "image": "trainer:1"}]}},
-        },
-    }
-    found = validate_document(content)
-    errors = "; ".join(map(str, found)) if isinstance(found, list) else None
-    if message is None:
-        assert errors is None
-    else:
-        assert errors is not None
-        assert errors.startswith(message)
 
 
 def test_one_machine_says_that_it_has_no_extra_pods(tmp_path: Any) -> None:

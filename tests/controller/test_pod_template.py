@@ -68,6 +68,7 @@ def test_the_environment_of_a_replica() -> None:
         "ADASCALE_LOCAL_BSZ_BOUNDS": "4,64",
         "ADASCALE_SCALE_INVARIANT_STEPS": "1000",
     }
+    assert env(workload(step_timeout_seconds=60)) == variables | {names.ENV_STEP_TIMEOUT: "60"}
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(None, "25"), (120, "115"), (6, "1"), (3, "1"), (0, "1")])
@@ -366,15 +367,6 @@ def test_an_fs_group_of_the_template_keeps_its_change_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "ours"),
-    [("restartPolicy", "Always", "Never"), ("automountServiceAccountToken", True, False)],
-)
-def test_fields_that_the_operator_sets_are_replaced(field: str, value: Any, ours: Any) -> None:
-    made = workload(template(**{field: value}))
-    assert pod(made)["spec"][field] == ours
-
-
-@pytest.mark.parametrize(
     ("theirs", "added"),
     [
         ([], ["not-ready", "unreachable"]),
@@ -482,11 +474,6 @@ def test_labels_and_annotations_of_the_template_are_kept() -> None:
         names.LABEL_REPLICA: "0",
         names.LABEL_ATTEMPT: "0",
     }
-
-
-def test_the_job_label_is_replaced() -> None:
-    made = workload(template(metadata={"labels": {names.LABEL_JOB: "other"}}))
-    assert pod(made)["metadata"]["labels"][names.LABEL_JOB] == "digits"
 
 
 def test_with_tls_pods_get_the_authority_of_the_metrics_service_beside_their_token() -> None:

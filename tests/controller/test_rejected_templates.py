@@ -104,7 +104,9 @@ def test_a_job_whose_pods_are_forbidden_says_so_until_it_is_allowed(
     assert running(cluster)[1] == "Training"
 
 
-def test_a_refusal_whose_text_differs_each_time_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_whose_text_differs_is_no_news_and_is_tried_again_rarely_or_at_once_after_an_edit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     attempts: list[float] = []
 
     async def refuse(_: FakeApiServer, manifest: ApiObject) -> ApiObject | None:
@@ -114,9 +116,13 @@ def test_a_refusal_whose_text_differs_each_time_is_no_news(monkeypatch: pytest.M
     monkeypatch.setattr(FakeApiServer, "create_pod", refuse)
     cluster = FakeCluster()
     cluster.submit()
-    cluster.run_cycles(100)
-    assert len(attempts) <= 10, attempts
+    cluster.run_cycles(300)
+    assert 5 <= len(attempts) <= 12, attempts
     assert running(cluster) == ("False", "PodCreationFailed", "denied by a policy, request 1")
+    cluster.edit(maxReplicas=8)
+    edited_at = cluster.now
+    cluster.run_cycles(2)
+    assert edited_at < attempts[-1] <= edited_at + 2
 
 
 def running(cluster: FakeCluster) -> tuple[str, str, str]:

@@ -93,10 +93,6 @@ def test_the_type_of_each_job(jobs: list[TypeOptions], chosen: list[str]) -> Non
     assert [found[each.job] for each in jobs] == chosen
 
 
-def test_a_job_without_options_has_no_type() -> None:
-    assert admit([TypeOptions("a", {}, {})], H200)[0] == {}
-
-
 sizes = st.lists(st.integers(0, 4), max_size=4)
 
 

@@ -111,14 +111,6 @@ def test_the_count_of_a_single_job(state: JobState, capacity: int, decided: int)
     assert counts([state], capacity) == {"a": decided}
 
 
-def test_a_job_grows_step_by_step_while_its_gain_grows() -> None:
-    replicas, measured = 1, [1]
-    for _ in range(6):
-        replicas = counts([job("a", replicas, measured=measured, at_most=64)], 64)["a"]
-        measured.append(replicas)
-    assert measured == [1, 2, 4, 8, 16, 32, 64]
-
-
 @pytest.mark.parametrize(
     ("remaining", "restart", "moves"),
     [
@@ -246,22 +238,6 @@ def test_a_recently_changed_job_shrinks_if_capacity_is_insufficient() -> None:
 )
 def test_the_counts_of_several_jobs(jobs: Sequence[JobState], capacity: int, decided: list[int]) -> None:
     assert counts(jobs, capacity) == dict(zip([state.id for state in jobs], decided, strict=True))
-
-
-def test_equal_jobs_converge_to_equal_shares() -> None:
-    replicas = {"a": 8, "b": 0, "c": 0}
-    measured: dict[str, list[int]] = {"a": [8], "b": [], "c": []}
-    for _ in range(8):
-        jobs = [
-            job(name, replicas[name], arrival=i, measured=measured[name], at_most=9)
-            if replicas[name]
-            else unmeasured(name, arrival=i)
-            for i, name in enumerate("abc")
-        ]
-        replicas = counts(jobs, 9)
-        for name, count in replicas.items():
-            measured[name].append(count)
-    assert replicas == {"a": 3, "b": 3, "c": 3}
 
 
 def test_two_jobs_exchange_replicas_only_if_both_restarts_pay_off() -> None:

@@ -151,12 +151,6 @@ def test_the_end_of_a_replica_is_described(code: int, end: str) -> None:
     assert describe_end(code).startswith(f"{end} (")
 
 
-@pytest.mark.parametrize("number", sorted(signal.valid_signals() & set(range(1, 32))))
-def test_a_described_signal_has_its_name_on_linux(number: int) -> None:
-    phrase = describe_exit(-number)
-    assert phrase in {f"killed by {signal.Signals(number).name}", f"killed by signal {number}"}
-
-
 def test_the_projects_own_exit_codes_differ_from_those_of_python_and_shells() -> None:
     own = [
         EXIT_CHECK_FAILED,

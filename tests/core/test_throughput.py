@@ -194,16 +194,6 @@ def test_accumulation_without_measured_cost_leaves_the_predicted_time_above_zero
     assert model.throughput(BatchPlan(1, 8)) <= 1e3
 
 
-def test_predicted_time_does_not_fall_with_replicas_local_batch_or_accumulation() -> None:
-    model = StepTimeModel.fit([StepTime(2, 8, 1, 0.1), StepTime(1, 8, 1, 0.4), StepTime(1, 64, 1, 0.3)])
-    assert model is not None
-    for replicas, local_bsz, accumulation in product((1, 2, 4), (8, 64), (1, 2)):
-        base = model.step_time(BatchPlan(replicas, local_bsz, accumulation))
-        assert base <= model.step_time(BatchPlan(2 * replicas, local_bsz, accumulation))
-        assert base <= model.step_time(BatchPlan(replicas, 2 * local_bsz, accumulation))
-        assert base <= model.step_time(BatchPlan(replicas, local_bsz, 2 * accumulation))
-
-
 @pytest.mark.timeout(10)
 def test_the_parameters_are_recovered_from_4096_measurements_within_the_timeout() -> None:
     truth = StepTimeModel(fixed=0.02, per_sample=0.001, sync=0.03, sync_per_replica=0.004)

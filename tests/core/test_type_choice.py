@@ -106,14 +106,6 @@ def test_the_type_that_is_worth_most_to_all(jobs: Sequence[TypeOptions], types: 
     assert [found[each.job][0] for each in jobs] == types
 
 
-def test_a_job_gets_a_count_on_one_type_only() -> None:
-    found = decide([options("a", FAST), options("b", FAST), options("c", FAST)], cluster())
-    assert {kind for kind, _ in found.values()} == {"a100", "t4"}
-    used = {kind: sum(count for name, count in found.values() if name == kind) for kind in SIZES}
-    assert all(used[kind] <= size for kind, size in SIZES.items())
-    assert all(count > 0 for _, count in found.values())
-
-
 def test_a_decision_before_does_not_change_the_choice() -> None:
     jobs = [options("a", FAST), options("b", EVEN, "t4", 2)]
     first = TypeChoice.of(jobs, cluster(), NOW)
