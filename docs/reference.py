@@ -28,12 +28,16 @@ Agents and trainers read these. The operator and `adascale run` set those that f
 Set others in `env` of its worker container: `adascale run` does not pass on those of its own environment.
 They take precedence over the arguments of `ElasticTrainer`; the batch size and its bounds are taken together,
 all from variables or all from arguments."""
+SET_BY_AGENT = " Set by the agent."
+_ARGUMENT = re.compile(r"The argument `\w+` of `ElasticTrainer`\.")
 ERRORS = """\
 All in `adascale.errors`. An error that a program does not catch is printed as its message, without a
 traceback, and the process exits with the error's `exit_code`."""
 WIDTH = 110
+MADE_BY_OTHERS = frozenset({"Evaluation"})
+"""Classes whose constructors users do not call."""
 
-_SECTION = re.compile(r"(Args|Returns|Yields|Raises):\Z")
+_SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):\Z")
 _ITEM = re.compile(r"(?P<name>[\w, *]+): (?P<text>.*)", re.DOTALL)
 
 
@@ -72,13 +76,22 @@ def _variables() -> Iterator[str]:
     yield ""
     yield from textwrap.wrap(VARIABLES, WIDTH, break_on_hyphens=False)
     yield from ("", "| variable | |", "| --- | --- |")
+    arguments, set_by_agent = [], []
     for statement, following in itertools.pairwise(_parse("adascale_core.names").body):
         match statement, following:
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(variable))),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ) if name.startswith("ENV_"):
-                yield f"| `{variable}` | {' '.join(text.split())} |"
+                text = " ".join(text.split())
+                if text.endswith(SET_BY_AGENT):
+                    set_by_agent.append(f"`{variable}`")
+                elif _ARGUMENT.fullmatch(text):
+                    arguments.append(f"`{variable}`")
+                else:
+                    yield f"| `{variable}` | {text} |"
+    yield f"| {', '.join(arguments)} | The arguments of `ElasticTrainer` with these names. |"
+    yield f"| {', '.join(set_by_agent)} | Set by the agent for its trainer. |"
     yield ""
 
 
@@ -109,7 +122,7 @@ def _class(node: ast.ClassDef) -> Iterator[str]:
         for member in node.body
         if isinstance(member, ast.FunctionDef)
         and not member.name.startswith("_")
-        and not {"overload", f"{member.name}.setter"} & set(_decorators(member))
+        and not {"classmethod", "overload", f"{member.name}.setter"} & set(_decorators(member))
     ]
     constructor = next(
         (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None
@@ -117,7 +130,7 @@ def _class(node: ast.ClassDef) -> Iterator[str]:
     yield f"## {node.name}"
     yield ""
     parameters = _parameters(node, constructor)
-    if parameters:
+    if parameters and node.name not in MADE_BY_OTHERS:
         yield from _code(f"class {node.name}", parameters, "")
     yield from _markdown(ast.get_docstring(node))
     settable = {
@@ -217,7 +230,7 @@ def _markdown(docstring: str | None) -> Iterator[str]:
 
 def _item(item: str, section: str) -> list[str]:
     text = " ".join(item.split())
-    if section in ("Args", "Raises") and (match := _ITEM.match(text)):
+    if section in ("Args", "Attributes", "Raises") and (match := _ITEM.match(text)):
         text = f"- `{match['name']}`: {match['text']}"
     return textwrap.wrap(
         text, WIDTH, subsequent_indent="  " if text[:2] == "- " else "", break_on_hyphens=False

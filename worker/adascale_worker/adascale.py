@@ -43,14 +43,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     A step at scale S (a batch of S times the initial batch size) makes as much progress as `gain()` steps of
     the initial batch size, 1 <= gain <= S. `step()` multiplies the lr of each group by the gain of the group,
-    and restores the lr afterwards. For Adam and AdamW it multiplies the lr by the square root of the gain,
-    and changes betas, eps and the decoupled weight decay too (docs/adascale.md, "Optimizers"). Schedules
-    stay as they were for the initial batch size; advance them, and count progress, by `gain()` per step
-    instead of by 1.
+    and restores it afterwards; for Adam and AdamW it changes other hyperparameters too (docs/adascale.md,
+    "Optimizers"). Advance schedules, and count progress, by `gain()` per step instead of by 1.
 
     The estimates come from the n = world_size * num_gradients_to_accumulate gradients that a step is the
-    mean of. With n = 1 they come from the difference of consecutive gradients, which is biased and reported
-    as `estimate.biased` (docs/adascale.md, "One replica").
+    mean of. With n = 1 they come from the difference of consecutive gradients, which is biased
+    (docs/adascale.md, "One replica").
 
     Args:
         optimizer: a `torch.optim.SGD`, with or without momentum, or a wrapper of it such as
@@ -83,8 +81,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             others than those above in the Euclidean norm, with a warning.
         observe_every: number of steps from one report to the next.
         max_gain: L, a finite number above 1. Every gain r becomes 1 / (1 / L + (1 - 1 / L) / r), which is
-            below L at every scale, and the estimates become those with such gains. Default: None, no limit
-            (docs/adascale.md, "A limit of the gain").
+            below L at every scale (docs/adascale.md, "A limit of the gain"). Default: None, no limit.
 
     Raises:
         UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; some of its parameters are
@@ -226,8 +223,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
         Args:
             scale: S.
-            update_estimate: has no effect, because the estimates do not depend on S. (FairScale divides its
-                variance by the change, and the gain has to converge again.)
+            update_estimate: has no effect, because the estimates do not depend on S.
 
         Raises:
             ValueError: `scale` is not a positive finite number.

@@ -80,16 +80,13 @@ class ElasticTrainer:
     """Trains one model elastically.
 
     The settings of an AdaScaleJob, from the environment, override the arguments. With a job file,
-    `ElasticTrainer()` is enough; the arguments are for a program without one. If a job file has another
-    `batch_size` or another end of training, the difference is printed; that of the end is not if the program
-    has read the end from `scale_invariant_steps` or `train_samples`.
+    `ElasticTrainer()` is enough. If a job file has another `batch_size` or another end of training, the
+    difference is printed; that of the end is not if the program has read the end from
+    `scale_invariant_steps` or `train_samples`.
 
     Under an agent, `program_reentry` waits until the replica's generation begins, and gets the state of
-    training from the other replicas. Until then, `rank` and `replicas` are those that the agent expects. Load
-    data and make the model before, so that the other replicas do not wait for it.
-
-    The constructor changes no signal handlers; `program_reentry` does. An `AdaScaleError` that the program
-    does not catch is printed as its message, by `sys.excepthook`.
+    training from the other replicas. Until then, `rank` and `replicas` are those that the agent expects. What
+    needs a model raises a `WorkerError` before `program_reentry`.
 
     Args:
         batch_size: the global batch size that the learning rate was tuned for (B0), in samples.
@@ -98,9 +95,8 @@ class ElasticTrainer:
             upper bound of "auto" is found in training: what fits into memory, up to `max_batch_size`.
         scale_invariant_steps: steps at `batch_size` after which training is finished.
         train_samples: samples after which training is finished, within a batch, in place of
-            `scale_invariant_steps`; for a language model, tokens divided by the length of a sequence. A step
-            then adds its samples divided by `batch_size` to the progress, and not its gain: schedules follow
-            the samples (docs/adascale.md, "The length of training").
+            `scale_invariant_steps`. A step then adds its samples divided by `batch_size` to the progress, and
+            not its gain (docs/adascale.md, "The length of training").
         epochs: epochs after which training is finished, if neither of these is set; also the argument of the
             method `epochs`. If no end is set, training ends with the program.
         efficiency_target: gain / scale that a batch must reach while the throughput is unknown, in (0, 1];
@@ -110,20 +106,15 @@ class ElasticTrainer:
         checkpoint_interval: seconds between two checkpoints.
         max_nonfinite_steps: consecutive steps after which training fails if each leaves weights that are NaN
             or infinite. Default: 10. No checkpoint is saved with such weights.
-        single_replica_gain: how the gain is measured on one replica without accumulation. "divided": some
-            steps are divided into two micro-batches of half the size, later one step of 128. "consecutive":
-            each step has one batch, and some gradients are compared with those of the step before, which
-            needs memory for a copy and is biased (docs/adascale.md, "One replica").
-        max_gain: upper bound of the gain of a step, above 1: training makes more steps, and reaches a lower
-            loss. Batch sizes are chosen by the bounded gains too (docs/adascale.md, "A limit of the gain").
-            None: not bounded.
+        single_replica_gain: how the gain is measured on one replica without accumulation: "divided" or
+            "consecutive" (docs/adascale.md, "One replica").
+        max_gain: upper bound of the gain of a step, above 1 (docs/adascale.md, "A limit of the gain"). None:
+            not bounded.
         seed: determines the order of samples, and together with the position in the data and the rank the
-            random numbers that Python, NumPy and torch draw in each step. A job that resumes continues with
-            the seed of its checkpoint.
+            random numbers of each step. A job that resumes continues with the seed of its checkpoint.
         device: device of the model. None: the replica's own GPU, or the CPU if there is no GPU.
         tracker: gets what rank 0 logs and measures: "tensorboard", "wandb" or "mlflow", or a `TensorBoard`,
-            `WeightsAndBiases`, `MLflow` or other `Tracker` of `adascale.trackers`. Another rank 0, and a job
-            that resumes, continue the same run there.
+            `WeightsAndBiases`, `MLflow` or other `Tracker` of `adascale.trackers`.
 
     Raises:
         InvalidJobError: an argument is out of range, the bounds contradict each other, or the number of
@@ -209,8 +200,8 @@ class ElasticTrainer:
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and evaluates; of several processes of it, the first.
 
-        Another replica may become rank 0 between two steps. Read this when it is needed, and keep what rank 0
-        has collected in an object that `program_reentry` registers.
+        Read this when it is needed, and keep what rank 0 has collected in an object that `program_reentry`
+        registers: another replica may become rank 0 between two steps.
         """
         return self._replica.group.is_main
 
@@ -220,8 +211,8 @@ class ElasticTrainer:
 
         Without processesPerReplica, this is torch's default process group. With it, that is the group of the
         replica's own processes, and this is the group of the processes with the same index in all replicas.
-        Each generation has its own, so read this when it is needed. Groups of the program's own end with the
-        generation too, and a collective call with one raises a `WorkerError` then.
+        Each generation has its own, so read this when it is needed. A collective call with a group of an
+        earlier generation raises a `WorkerError`.
 
         Raises:
             WorkerError: under an agent, before `program_reentry`.
@@ -303,11 +294,7 @@ class ElasticTrainer:
 
     @property
     def adascale(self) -> AdaScale:
-        """The AdaScale optimizer around the program's own; of several, the one with the lowest gain.
-
-        Raises:
-            WorkerError: `program_reentry` has not been called.
-        """
+        """The AdaScale optimizer around the program's own; of several, the one with the lowest gain."""
         return self._require_training().optimizer.slowest
 
     @property
@@ -324,8 +311,7 @@ class ElasticTrainer:
         """Whether `optimizer.step()` changes the weights after the present micro-batch.
 
         Read it between `backward()` and `optimizer.step()`. If it is true, `.grad` is the mean gradient of
-        the step; otherwise `.grad` is None, because the trainer keeps the gradients until the step is
-        complete, or because it discards the step, as when the batch did not fit into memory.
+        the step; otherwise `.grad` is None.
         """
         return not self._require_training().steps.awaits_micro_batches
 
@@ -349,8 +335,7 @@ class ElasticTrainer:
     def weighted(self, loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
         """Return the loss of a micro-batch for `backward()`, if batches of the same size weigh differently.
 
-        For a loss that is a mean over a number that differs between batches, such as valid tokens. The
-        gradient of a step is then sum(w g) / sum(w) over its micro-batches on all replicas, with their
+        The gradient of a step is then sum(w g) / sum(w) over its micro-batches on all replicas, with their
         weights w and the gradients g of their losses: that of the whole batch, however it is divided.
 
             loss = cross_entropy(model(x), y, ignore_index=-1)  # a mean over the valid tokens
@@ -364,9 +349,9 @@ class ElasticTrainer:
             `loss`, times a factor in proportion to `weight`.
 
         Raises:
-            WorkerError: `weight` is negative or not finite, the steps before had no weights, or
-                `program_reentry` has not been called. If only some of the losses of a step have a weight, or
-                those of one micro-batch have different ones, `backward()` or `optimizer.step()` raises it.
+            WorkerError: `weight` is negative or not finite, or the steps before had no weights. If only some
+                of the losses of a step have a weight, or those of one micro-batch have different ones,
+                `backward()` or `optimizer.step()` raises it.
         """
         return self._require_training().accumulation.weights.weighted(loss, weight)
 
@@ -381,9 +366,6 @@ class ElasticTrainer:
 
         Returns:
             A tensor without a graph, of the type of `value`, or float32 if that is no floating-point type.
-
-        Raises:
-            WorkerError: `program_reentry` has not been called.
         """
         value = value.detach()
         value = value if value.is_floating_point() else value.float()
@@ -397,14 +379,13 @@ class ElasticTrainer:
             mean = sums["loss"] / sums["samples"]
 
         For logging, and for decisions that all replicas have to make alike. Call it on all replicas at the
-        same place, with the same names. It is no collective call: a replica that is lost meanwhile is left
-        out, and the others continue.
+        same place. It is no collective call: a replica that is lost meanwhile is left out.
 
         Args:
             values: numbers of this replica, by name.
 
         Raises:
-            WorkerError: another replica has passed other names, or `program_reentry` has not been called.
+            WorkerError: another replica has passed other names.
         """
         return self._require_training().evaluations.sum(values)
 
@@ -412,8 +393,8 @@ class ElasticTrainer:
     def step_weight(self) -> float:
         """The sum of the weights of all micro-batches of the last step, on all replicas.
 
-        Read it after `optimizer.step()`, if `made_step`. The weights are those that the replicas have passed
-        to `weighted`, or the numbers of samples if they have not called it.
+        Read it after `optimizer.step()`, if `made_step`. Without `weighted`, the weights are the numbers of
+        samples.
         """
         weight = self._require_training().accumulation.weights.total
         plan = self._replica.planner.plan
@@ -450,11 +431,10 @@ class ElasticTrainer:
             ...
                 trainer.log(accuracy=evaluation.means["accuracy"])
 
-        Whenever rank 0 logs a better value of the metric than ever before in this job, it copies the model's
-        weights, and writes the copy in the background to `best-<step>-<id>.safetensors` in the folder of the
-        checkpoints. So log the metric right after it is computed, such as once per epoch; the loss of one
-        batch is noise. `adascale export JOB FILE --best` copies the file. Reading the value of a tensor waits
-        for its device. Without a checkpoint folder nothing is saved.
+        Whenever rank 0 logs a better value than ever before in this job, it copies the model's weights, and
+        writes the copy in the background to `best-<step>-<id>.safetensors` in the folder of the checkpoints.
+        Log the metric once it is computed, such as once per epoch; the loss of one batch is noise. Reading
+        the value of a tensor waits for its device.
 
         Args:
             metric: the name under which the program logs it.
@@ -504,10 +484,9 @@ class ElasticTrainer:
             with trainer.download_lock("data"):
                 dataset = CIFAR10("data", download=True)
 
-        The first replica that enters downloads the files. Each of the others waits, enters after it, and
-        finds them. The lock is a file in the folder, for all processes that share the folder: the replicas of
-        one machine, and on a network file system with file locks those of others. If a process ends inside,
-        also if it is killed, the next one enters.
+        The first replica that enters downloads the files. Each of the others waits, and finds them. The lock
+        is a file in the folder, for all processes that share the folder: the replicas of one machine, and on
+        a network file system with file locks those of others. If a process ends inside, the next one enters.
 
         Args:
             folder: is created if it does not exist.
@@ -539,14 +518,10 @@ class ElasticTrainer:
         learning rate by the gain and counts progress, and a scheduler that is stepped inside the data loop
         follows progress.
 
-        This call installs signal handlers: SIGTERM (and, without an agent, Ctrl-C and SIGHUP) ends the
-        process after the current step, with a checkpoint if no other replica keeps the state. A handler of
-        the program for the same signal is called then, whether it was installed before or after this call.
-        Without an agent and without a checkpoint folder, signal handlers are not changed.
-
-        A program with several models or optimizers, such as a GAN, passes each of `model`, `optimizer` and
-        `lr_scheduler` as a dict by name. The first optimizer has to make a step for each batch, the others
-        make at most one.
+        Signal handlers are installed: SIGTERM (and, without an agent, Ctrl-C and SIGHUP) ends the process
+        after the current step, with a checkpoint if no other replica keeps the state. A handler of the
+        program for the same signal is called then. Without an agent and without a checkpoint folder, signal
+        handlers are not changed.
 
         Args:
             model: on `trainer.device` already; or several by name.
@@ -650,8 +625,8 @@ class ElasticTrainer:
 
         It begins with the current epoch, and ends when training is finished: after `epochs` epochs, or at
         `scale_invariant_steps` if these are set, or after `finish`. An epoch ends after the body of the loop,
-        or when the body calls `step`. If the loop is left by `break`, `return`, or an error that the program
-        handles, its epoch ends when another method of the trainer is called, or with the program.
+        or when the body calls `step`; if the loop is left early, when another method of the trainer is
+        called, or with the program.
 
         Args:
             epochs: after which training is finished, as the constructor's argument of this name, which it has
@@ -663,8 +638,7 @@ class ElasticTrainer:
         Raises:
             InvalidJobError: `epochs` is not an integer of at least 1.
             WorkerError: `epochs` differs from that of the constructor or of an earlier call, neither they nor
-                `scale_invariant_steps` are set, an epoch has had no batch, the loop is inside another one, or
-                `program_reentry` has not been called.
+                `scale_invariant_steps` are set, an epoch has had no batch, or the loop is inside another one.
             ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the end of training cannot be saved.
         """
@@ -712,19 +686,15 @@ class ElasticTrainer:
     ) -> Iterator[Any]:
         """Return an iterable over the rest of the current epoch, for a loop in each epoch.
 
-        An epoch is len(dataset) / batch_size scale-invariant steps, so at a large scale it can take more than
-        one pass over the data. Each pass contains every sample exactly once, across all changes of replicas.
+        An epoch is len(dataset) / batch_size scale-invariant steps. Each pass over the data contains every
+        sample exactly once, across all changes of replicas.
 
-        A data set without a length or without items by index is a stream, such as an `IterableDataset`: its
-        records come in its own order, and its length is that of the first pass, which may have no end. Each
-        replica reads the whole stream, which has to be the same on all of them and again after a restart,
-        and trains its share. If the data set has `set_epoch`, it gets the number of each pass. If the data
-        set or its iterator has `state_dict` and `load_state_dict`, a replica that begins inside a pass loads
-        the last state, which is saved every 1,024 records; otherwise it reads the pass up to its place.
-
-        The shards of a stream are divided among the replicas, so that each reads 1/K: those of `shards`, and
-        of a data set with `num_shards` and `shard(num_shards, index)`. The replicas exchange every few steps
-        what follows in their shards. When fewer shards than replicas are left in a pass, all read these.
+        A data set without a length or without items by index is a stream (docs/training.md, "Streams"). If
+        the data set or its iterator has `state_dict` and `load_state_dict`, a replica that begins inside a
+        pass loads the last state, which is saved every 1,024 records; otherwise it reads the pass up to its
+        place. The shards of a stream, those of `shards` and of a data set with `num_shards` and
+        `shard(num_shards, index)`, are divided among the replicas. When fewer shards than replicas are left
+        in a pass, all read these.
 
         Args:
             dataset: a data set with `__len__` and `__getitem__`, or an object whose `__iter__` begins a pass;
@@ -734,25 +704,22 @@ class ElasticTrainer:
             shuffle: whether each pass has its own order: of the samples, or of the shards of a stream.
             order: a function of the number of the pass, from 0, and a seed, which returns the indices of the
                 samples of this pass, in their order, as a list, a NumPy array or a tensor on the CPU. Indices
-                may be repeated or left out, as by a `WeightedRandomSampler`; each pass has the same number of
-                them, and an epoch counts these. The seed has 63 bits, follows from the trainer's seed, and
-                differs between passes. The function has to return the same on all replicas, and again after
-                a restart. Not for a stream.
+                may be repeated or left out; each pass has the same number of them, and an epoch counts these.
+                The seed has 63 bits, follows from the trainer's seed, and differs between passes. The same on
+                all replicas, and again after a restart. Not for a stream.
             lengths: the length of each sample, for batches of samples of similar length: the shuffled samples
                 of each 50 * `batch_size` are sorted by length, and divided into groups of `batch_size`, which
                 are shuffled. Not for a stream.
             allow_other_length: whether training that continues from a checkpoint may have a data set of
-                another length than before. Then the present pass and epoch begin from the start, with the
-                present data set, and a message says how many samples of the pass had been seen. Also whether
-                a data set of the same length may have other samples than before; training continues at the
-                same place.
+                another length than before. Then the present pass and epoch begin from the start, and a
+                message says how many samples of the pass had been seen. Also whether a data set of the same
+                length may have other samples than before; training continues at the same place.
             map: for a stream, a function that makes a sample of a record. It is called for this replica's own
                 records only, in the worker processes if there are any.
             shuffle_buffer: for a stream, the number of records that are shuffled together, in another order
                 in each pass; so many are kept in memory. 0: the order is that of the data set.
             exactly_once: for a stream, whether it is the same on all replicas and again after a restart. If
-                it is not, each replica trains all that its own iterator yields, from the beginning after a
-                restart, so samples may be repeated or left out.
+                it is not, each replica trains all that its own iterator yields.
             options: arguments for `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
                 With persistent_workers=True, pass the same objects in each epoch. The worker processes of a
                 stream are always persistent while the objects are the same.
@@ -768,7 +735,6 @@ class ElasticTrainer:
                 would get another data set or options than before. Of a stream: it is an iterator, or an
                 argument is not for streams; in the loop, a pass has no records. In the loop, a few samples or
                 the records of a stream differ between replicas or from those before.
-            WorkerError: `program_reentry` has not been called.
         """
         training, replica = self._require_training(), self._replica
         feed = training.feed
@@ -810,7 +776,7 @@ class ElasticTrainer:
 
         Each batch of `batch_size` samples, the last of which may be smaller, is delivered to one replica. The
         results are those of the whole data set, on all replicas. If a replica is lost meanwhile, or does not
-        evaluate, each of the others also gets its batches. With one replica this is a plain loop.
+        evaluate, each of the others also gets its batches.
 
         Args:
             dataset: has a length and items by index.
@@ -824,7 +790,7 @@ class ElasticTrainer:
         Raises:
             DatasetError: the data set has no length, no items by index, or no items; or an option would
                 choose the batches.
-            WorkerError: `batch_size` is not positive, or `program_reentry` has not been called.
+            WorkerError: `batch_size` is not positive.
         """
         training = self._require_training()
         training.end_left_epoch()
@@ -863,8 +829,7 @@ class ElasticTrainer:
             epoch: number of the current epoch, from 0.
 
         Raises:
-            WorkerError: `epoch` is not the current epoch or has had no batch, or `program_reentry` has not
-                been called.
+            WorkerError: `epoch` is not the current epoch or has had no batch.
             ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the end of training cannot be saved.
         """
@@ -875,16 +840,15 @@ class ElasticTrainer:
 
         Saves the end of training. With one replica, `trainer.finished` is true at once, and the data loop
         ends. With several, any of them may call this: after the next step `trainer.finished` is true, and the
-        data loop ends, on all replicas. A program that leaves its loop without waiting for that has to call
-        `finish` on all replicas after the same step; if only some of them have called it when the program
-        ends, it fails. If a replica has several processes, all of them call it.
+        data loop ends, on all replicas. A program that leaves its loop at once has to call `finish` on all
+        replicas after the same step; if only some have called it when the program ends, it fails. If a
+        replica has several processes, all of them call it.
 
         Args:
             reason: shown in the result of the job.
 
         Raises:
             CheckpointError: the end of training cannot be saved.
-            WorkerError: `program_reentry` has not been called.
         """
         training = self._require_training()
         training.end_left_epoch()

@@ -25,9 +25,8 @@ class ElasticDataLoader:
     """Yields the batches of this rank without end, from a position on.
 
     A step takes the next `world_size * batch_size` samples of one sequence: pass after pass over the data,
-    each sample once per pass. So the number of samples that all ranks have trained is the whole state, and a
-    loader that begins there with another number of ranks goes on exactly. Iterating again continues at
-    `position`. Nothing is communicated.
+    each sample once per pass. A loader that begins at the same position with another number of ranks goes on
+    exactly. Iterating again continues at `position`. Nothing is communicated.
 
     Args:
         dataset: a data set with a length and items by index, or a stream (an `IterableDataset`, or any object
