@@ -118,8 +118,7 @@ release: $(READY) ## build and check the distributions, images and chart of VERS
 	ENGINE="$(ENGINE)" BUILD_FLAGS="$(BUILD_FLAGS)" .ci/release "$(VERSION)"
 
 .PHONY: reference
-reference: $(READY) ## generate docs/reference.md, and the table of messages in docs/design.md
-	$(BIN)/python docs/messages.py
+reference: $(READY) ## generate docs/reference.md from the docstrings
 	$(BIN)/python docs/reference.py > docs/reference.md.new
 	mv docs/reference.md.new docs/reference.md
 

@@ -1,7 +1,4 @@
-"""The messages between an agent and its trainer: lines of JSON over a socket, for the trainer's whole life.
-
-The first sentence of each docstring is in the table of `docs/design.md`, which `make reference` generates.
-"""
+"""The messages between an agent and its trainer: lines of JSON over a socket, for the trainer's whole life."""
 
 from __future__ import annotations
 
