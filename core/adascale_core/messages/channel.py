@@ -1,4 +1,4 @@
-"""The messages between an agent and its trainer: lines of JSON over a socket, for the trainer's whole life."""
+"""The messages between agent and trainer: lines of JSON over a socket, for the trainer's whole life."""
 
 from __future__ import annotations
 
