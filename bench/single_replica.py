@@ -157,8 +157,9 @@ class FourReplicas:
         each = [[found[p] for p in parameters] for found in gradients]
         mean = [torch.stack(column).mean(0) for column in zip(*each, strict=True)]
         norms = [self.metric.sqr_norm(parameters, own, torch.device("cpu")) for own in (*each, mean)]
-        sqr, var = from_micro_gradients(REPLICAS, torch.stack(norms[:-1]).mean(), norms[-1], REPLICAS)
-        for number, value in enumerate((sqr.item(), var.item(), 1.0)):
+        *own, of_mean = torch.stack(norms).tolist()
+        sqr, var = from_micro_gradients(REPLICAS, sum(own) / len(own), of_mean, REPLICAS)
+        for number, value in enumerate((sqr, var, 1.0)):
             sums[number] = theta * sums[number] + (1 - theta) * value
 
     def estimate(self, name: str) -> GradientEstimate:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -200,25 +199,20 @@ def frozen_parameters() -> None:
 @case
 def activation_checkpointing() -> None:
     class Checkpointed(Net):
-        def __init__(self, *, reentrant: bool) -> None:
-            super().__init__()
-            self.reentrant = reentrant
-
         def forward(self, x: Tensor) -> Tensor:
             x = x.detach().requires_grad_()
-            hidden = checkpoint(lambda v: torch.tanh(self.first(v)), x, use_reentrant=self.reentrant)
+            hidden = checkpoint(lambda v: torch.tanh(self.first(v)), x, use_reentrant=False)
             out: Tensor = self.second(hidden)
             return out
 
-    for reentrant in (False, True):
-        for static in (False, True):
-            torch.manual_seed(0)
-            assert_matches_reference(
-                model=Checkpointed(reentrant=reentrant).double(),
-                reference_model=network(),
-                wrap=functools.partial(Wrapped, static_graph=static),
-                model_given=static == reentrant,
-            )
+    for static in (False, True):
+        torch.manual_seed(0)
+        assert_matches_reference(
+            model=Checkpointed().double(),
+            reference_model=network(),
+            wrap=functools.partial(Wrapped, static_graph=static),
+            model_given=not static,
+        )
 
 
 @case
@@ -238,50 +232,17 @@ def floats(count: int) -> list[Batch]:
 
 
 @case
-def power_sgd() -> None:
-    """The statistics are those of the true gradients; the steps use the approximation."""
-    model = wide_network()
-    reference_model = copy.deepcopy(model)
-    wrapped = Wrapped(model)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = AdaScale(sgd, model=wrapped)
-    state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
-    )
-    # Registered after AdaScale was constructed: the order does not matter.
-    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    reference = Reference(
-        reference_model, torch.optim.SGD(reference_model.parameters(), lr=0.0), squared_error, 2.0
-    )
-    stream = iter(batches(16))
-    for _ in range(8):
-        step = [next(stream), next(stream)]
-        train_step(optimizer, wrapped, [(step[dist.get_rank()][0].float(), step[dist.get_rank()][1].float())])
-        reference.step([(x.float(), y.float()) for x, y in step])
-        assert_equal(optimizer, model, reference, 1e-4)
-    assert state.total_numel_after_compression > 0
-
-
-@case
-def power_sgd_with_adam() -> None:
-    """The copies of the gradients are divided before their all-reduce, as the metric requires."""
+def steps_with_power_sgd_are_left_out() -> None:
+    """Its gradients are not the mean of those of the ranks."""
     model = network()
-    reference_model = copy.deepcopy(model)
     wrapped = Wrapped(model)
-    optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=0.0), model=wrapped)
-    state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=1, start_powerSGD_iter=200, min_compression_rate=0.5
-    )
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.0), model=wrapped)
+    # Registered after AdaScale was constructed: the order does not matter.
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    reference = Reference(
-        reference_model, torch.optim.AdamW(reference_model.parameters(), lr=0.0), squared_error, 2.0
-    )
-    stream = iter(batches(12))
-    for _ in range(6):
-        step = [next(stream), next(stream)]
-        train_step(optimizer, wrapped, [step[dist.get_rank()]])
-        reference.step(step)
-        assert_equal(optimizer, model, reference, 1e-6)
+    with pytest.warns(RuntimeWarning, match="fp16_compress_hook"):
+        train_step(optimizer, wrapped, [batches(2)[dist.get_rank()]])
+    assert optimizer.estimate is None
 
 
 @case
@@ -489,34 +450,7 @@ def gradients_are_what_ddp_makes_them() -> None:
 
 
 @case
-def uneven_inputs() -> None:
-    """Rank 1 runs out of data first. The last steps of its peer are left out of the estimates."""
-    model = network()
-    reference_model = copy.deepcopy(model)
-    wrapped = Wrapped(model)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = AdaScale(sgd, model=wrapped)
-    reference = Reference(
-        reference_model, torch.optim.SGD(reference_model.parameters(), lr=0.05), squared_error, 2.0
-    )
-    stream = batches(24)
-    estimates = []
-    with Join([wrapped, optimizer]):
-        for batch in stream[dist.get_rank() :: 2][: 6 - 2 * dist.get_rank()]:
-            train_step(optimizer, wrapped, [batch])
-            estimates.append(optimizer.estimate)
-    for number in range(4):
-        reference.step(stream[2 * number : 2 * number + 2])
-    assert estimates[3] is not None
-    assert optimizer.estimate == estimates[3]
-    assert (estimates[3].grad_sqr, estimates[3].grad_var) == pytest.approx(reference.estimate(), rel=1e-9)
-    # After that, all ranks measure the same steps again.
-    train_step(optimizer, wrapped, [batches(2)[dist.get_rank()]])
-    assert optimizer.estimate != estimates[3]
-
-
-@case
-def uneven_inputs_without_adascale_measure_nothing() -> None:
+def nothing_is_measured_of_uneven_inputs() -> None:
     model = network()
     wrapped = Wrapped(model)
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), model=wrapped)
@@ -524,7 +458,7 @@ def uneven_inputs_without_adascale_measure_nothing() -> None:
         warnings.simplefilter("always")
         for batch in batches(6 - 2 * dist.get_rank()):
             train_step(optimizer, wrapped, [batch])
-    assert any("Join([model, optimizer])" in str(warning.message) for warning in caught)
+    assert any("uneven inputs" in str(warning.message) for warning in caught)
     assert optimizer.estimate is None
 
 

@@ -15,9 +15,7 @@ from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.batch.gain import GradientEstimate, require_scale
@@ -38,7 +36,7 @@ STATE_KEY = "adascale"
 STATE_VERSION = 4
 
 
-class AdaScale(torch.optim.Optimizer, Joinable):
+class AdaScale(torch.optim.Optimizer):
     """Scales the learning rate of an optimizer by the gain of its batch size.
 
     A step at scale S (a batch of S times the initial batch size) makes as much progress as `gain()` steps of
@@ -62,8 +60,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         is_scaled_loss: whether the training loop divides the loss by `num_gradients_to_accumulate`. If
             not, `step()` divides the gradients.
         debias_ewma: whether the moving average is debiased; False is appendix B.3 of the paper.
-        model: the `DistributedDataParallel` around the model. Optional; if it is given, local gradients are
-            read all at once, and its process group is used. Required for a model with `fully_shard` (FSDP2).
+        model: the `DistributedDataParallel` around the model. Optional; if it is given, its process group is
+            used. Required for a model with `fully_shard` (FSDP2).
         sample_every: measure every k-th step; 1 measures every step. Default: all of the first 100 steps,
             then up to every 16th step, depending on the smoothing.
         grad_scaler: the `torch.amp.GradScaler` of the training loop. Required only if gradients are clipped
@@ -120,7 +118,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         super().__init__(
             cast(Any, [dict(group) for group in optimizer.param_groups]), dict(optimizer.defaults)
         )
-        Joinable.__init__(self)
         process_group = model.process_group if isinstance(model, DistributedDataParallel) else None
         replicas = _world_size(process_group) if world_size is None else world_size
         options = GainOptions(
@@ -208,13 +205,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         require_scale(scale)
         return self.statistics.gain(scale)
-
-    def gain_tensor(self) -> Tensor:
-        """Return `gain()` as a tensor of shape (), on the device of the learning rates.
-
-        On a GPU with tensors for learning rates, progress can be counted with it without waiting for the GPU.
-        """
-        return self.statistics.gain_tensor()
 
     # -- settings ---------------------------------------------------------------------------------------
 
@@ -317,10 +307,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         if statistics.divisor == 1.0 or statistics.gradients_are_divided:
             return
         parameters = [p for group in self.param_groups for p in group["params"]]
-        with statistics.own_change_of_gradients():
-            divide_in_place(
-                [local_shard(p.grad) for p in parameters if p.grad is not None], statistics.divisor
-            )
+        divide_in_place([local_shard(p.grad) for p in parameters if p.grad is not None], statistics.divisor)
         statistics.gradients_are_divided = True
 
     # -- state ------------------------------------------------------------------------------------------
@@ -396,7 +383,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         self._inner_step: Callable[[], float | None] = self._inner.step  # may be replaced by ours later
         self.statistics = statistics
-        statistics.joinable = weakref.proxy(self)
         weakref.finalize(self, statistics.stop)
         self._share_groups_and_state()
         reference = weakref.ref(self)
@@ -413,26 +399,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """Use the groups and the state of the inner optimizer, which replaces them when it loads."""
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
-
-    # -- uneven inputs: torch.distributed.algorithms.join ------------------------------------------------
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002
-        """Return the hook for a rank without data in `Join([model, optimizer])`."""
-        hook = JoinHook()
-        # `Join` calls it for each step of the peers.
-        hook.main_hook = self.statistics.end_step_without_data  # type: ignore[method-assign]
-        return hook
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the all-reduce of statistics."""
-        return self.statistics.parameters.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The ranks of the all-reduce of statistics."""
-        group = self.statistics.reader.process_group
-        return dist.group.WORLD if group is None else group
 
 
 def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:

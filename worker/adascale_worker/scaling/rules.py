@@ -26,11 +26,8 @@ from torch import Tensor
 
 from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.process.user_code import warn_user
-from adascale_worker.scaling.statistics.norms import accumulation_dtype, are_read_together, local_shard
-from adascale_worker.torch_private.autograd import flatten_together, multiply_in_place
-
-Gain = float | Tensor
-
+from adascale_worker.scaling.statistics.norms import local_shard
+from adascale_worker.torch_private.autograd import multiply_in_place
 
 UNIT: Final = "adascale_unit"
 """The entry of a parameter group of Adam with the unit of its counts of steps: r of the last step.
@@ -46,9 +43,7 @@ class SecondMoment(NamedTuple):
     """The second moment that an optimizer divides the gradient of a parameter by, as `value * factor`."""
 
     value: Tensor  # of the shape of the parameter
-    # a positive number; or for values on a GPU, the factors of several parameters: shape (n,)
-    factor: float | Tensor = 1.0
-    place: int = 0  # index of the parameter's own factor among these
+    factor: float = 1.0  # above 0
 
 
 @runtime_checkable
@@ -86,9 +81,9 @@ class ScalingRule:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer: Any = optimizer
 
-    def hyperparameters_at(self, group: Mapping[str, Any], gain: Gain) -> Mapping[str, Any]:
+    def hyperparameters_at(self, group: Mapping[str, Any], gain: float) -> Mapping[str, Any]:
         """Return the values of a group for a step that is worth `gain` steps."""
-        return {"lr": scaled(group["lr"], gain)}
+        return {"lr": group["lr"] * gain}
 
     def lr_factor(self, gain: float) -> float:
         """Return the factor of the lr of the first group for a step that is worth `gain` steps."""
@@ -96,7 +91,7 @@ class ScalingRule:
         return float(self.hyperparameters_at(group, gain).get("lr", 1.0))
 
     @contextmanager
-    def applied(self, gains: Sequence[Gain]) -> Iterator[None]:
+    def applied(self, gains: Sequence[float]) -> Iterator[None]:
         """Set the hyperparameters of each group for its gain, and restore the user's afterwards."""
         groups = self.optimizer.param_groups
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -112,7 +107,7 @@ class ScalingRule:
             for group, originals in changed:
                 group.update(originals)
 
-    def prepare(self, number: int, gain: Gain) -> None:
+    def prepare(self, number: int, gain: float) -> None:
         """Prepare the state of group `number` for a step that is worth `gain` steps."""
 
     def second_moments(self, number: int) -> dict[int, SecondMoment]:
@@ -139,17 +134,17 @@ class AdamRule(ScalingRule):
     # Left out of a `torch.compile` of the step, which would be compiled again for the numbers of each step.
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def hyperparameters_at(self, group: Mapping[str, Any], gain: Gain) -> Mapping[str, Any]:
+    def hyperparameters_at(self, group: Mapping[str, Any], gain: float) -> Mapping[str, Any]:
         """Return the values of a group for a step that is worth `gain` steps."""
-        values = dict(adam_hyperparameters(group, float(gain)))
+        values = dict(adam_hyperparameters(group, gain))
         if isinstance(self.optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False):
             values["weight_decay"] = group["weight_decay"] * math.sqrt(gain)
         return values
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def prepare(self, number: int, gain: Gain) -> None:
+    def prepare(self, number: int, gain: float) -> None:
         """Convert the counts of steps of group `number` to units of `gain`."""
-        gain, unit = float(gain), self._unit(number)
+        unit = self._unit(number)
         if gain == unit:
             return
         states = (self.optimizer.state.get(p) for p in self.optimizer.param_groups[number]["params"])
@@ -162,31 +157,15 @@ class AdamRule(ScalingRule):
         group = self.optimizer.param_groups[number]
         name = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
         beta, unit, states = float(group["betas"][1]), self._unit(number), self.optimizer.state
+        present = {id(each): state for each in group["params"] if (state := states.get(each))}
+        steps = [state["step"] for state in present.values()]
+        if len({step.device for step in steps}) == 1:
+            steps = torch.stack(steps).tolist()  # On a GPU (capturable or fused), this waits once.
         found: dict[int, SecondMoment] = {}
-        factors: dict[float, float] = {}
-        on_gpu: dict[torch.device, dict[int, dict[str, Tensor]]] = {}
-        for parameter in group["params"]:
-            state = states.get(parameter)
-            if not state:
-                continue
-            step = state["step"]
-            if are_read_together([step]):
-                # On a GPU (capturable or fused) a tensor, which the program does not wait for.
-                on_gpu.setdefault(step.device, {})[id(parameter)] = state
-                continue
-            passed = step.item()
-            if passed == 0.0:
-                continue  # All steps were skipped, in the kernel of a fused optimizer.
-            factor = factors.get(passed)
-            if factor is None:
-                factor = factors[passed] = 1.0 / (1.0 - beta ** (passed * unit))
-            found[id(parameter)] = SecondMoment(local_shard(state[name]), factor)
-        for device, others in on_gpu.items():
-            steps = flatten_together([state["step"] for state in others.values()])
-            steps = steps.to(accumulation_dtype(device))  # 1 - beta loses digits.
-            tensor = (1.0 - beta ** (steps * unit)).reciprocal()
-            for place, (parameter_id, state) in enumerate(others.items()):
-                found[parameter_id] = SecondMoment(local_shard(state[name]), tensor, place)
+        for (parameter_id, state), step in zip(present.items(), map(float, steps), strict=True):
+            if step:  # Otherwise all steps were skipped, in the kernel of a fused optimizer.
+                factor = 1.0 / (1.0 - beta ** (step * unit))
+                found[parameter_id] = SecondMoment(local_shard(state[name]), factor)
         return found
 
     def eps(self, number: int) -> float:
@@ -203,9 +182,9 @@ class ProtocolRule(ScalingRule):
 
     has_second_moments = True
 
-    def hyperparameters_at(self, group: Mapping[str, Any], gain: Gain) -> Mapping[str, Any]:
+    def hyperparameters_at(self, group: Mapping[str, Any], gain: float) -> Mapping[str, Any]:
         """Return the values of a group for a step that is worth `gain` steps."""
-        values: Mapping[str, Any] = self.optimizer.hyperparameters_at(group, float(gain))
+        values: Mapping[str, Any] = self.optimizer.hyperparameters_at(group, gain)
         return values
 
     def second_moments(self, number: int) -> dict[int, SecondMoment]:
@@ -235,7 +214,7 @@ def adam_hyperparameters(group: Mapping[str, Any], gain: float) -> Mapping[str, 
     root = math.sqrt(gain)
     beta1, *others = group["betas"]
     return {
-        "lr": scaled(group["lr"], root),
+        "lr": group["lr"] * root,
         "betas": (_scaled_beta1(beta1, gain), *(beta**gain for beta in others)),
         "eps": group["eps"] / root,
     }
@@ -245,12 +224,6 @@ def _scaled_beta1(beta: float | Tensor, gain: float) -> float | Tensor:
     if isinstance(beta, Tensor):
         return torch.maximum(beta.pow(gain), beta.clamp(max=LEAST_BETA1))
     return float(max(beta**gain, min(beta, LEAST_BETA1)))
-
-
-def scaled(lr: float | Tensor, factor: Gain) -> float | Tensor:
-    """Return the learning rate of a step, of the same type as `lr`."""
-    product = lr * factor
-    return product.to(lr.dtype) if isinstance(lr, Tensor) and isinstance(product, Tensor) else product
 
 
 # -- which optimizers are supported -------------------------------------------------------------------

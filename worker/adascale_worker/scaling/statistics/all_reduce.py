@@ -1,10 +1,11 @@
-"""The small all-reduce of a measured step, also by ranks that run out of data before others (`Join`).
+"""The small all-reduce of a measured step.
 
 One vector carries the statistics of all parameter groups and the flags of the training program. It starts
 when the last backward pass ends, and is waited for when a result is read, so that it overlaps with the code
 between. All ranks read the same sums, equal to the bit, and so compute the same gain.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,11 +13,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel import DistributedDataParallel
-
-from adascale_worker.scaling.statistics.norms import Gradients, sqr_norms
-from adascale_worker.torch_private.distributed import is_in_join
 
 AGREEMENT_TOLERANCE = 1e-8
 """Relative variance up to which ranks have the same averaged gradients; kernels differ by less."""
@@ -36,22 +32,24 @@ class Shards(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReducedStatistics:
-    """The numbers of one step after the all-reduce, the same on all ranks."""
+    """The numbers of one step after the all-reduce, the same on all ranks, by parameter group."""
 
     # the sums over ranks of the squared norms of the micro-gradients, or of the inner products with the
-    # previous gradient: shape (groups,)
-    summed: Tensor
-    averaged: Tensor  # the means over ranks of the squared norms of the averaged gradients: shape (groups,)
-    flags: Tensor  # sums over ranks, shape (flags,)
-    complete: Tensor  # whether all ranks took part with all their gradients: shape ()
-    agreed: Tensor  # whether `averaged` was the same on all ranks: shape ()
-    # squared norms of the gradients before the step, on this rank: shape (groups,), if they were read
-    before_step: Tensor | None
+    # previous gradient
+    summed: list[float]
+    averaged: list[float]  # the means over ranks of the squared norms of the averaged gradients
+    flags: tuple[float, ...]  # sums over ranks
+    complete: bool  # whether all ranks took part with all their gradients
+    agreed: bool  # whether `averaged` was the same on all ranks
+    # of this rank alone: the squared norms of the averaged gradients, and of the gradients before the step
+    # if they were read
+    own: list[float]
+    before_step: list[float] | None
 
     @property
-    def finite(self) -> Tensor:
-        """Whether all gradients were finite: shape ()."""
-        return torch.isfinite(self.summed.sum() + self.averaged.sum())
+    def finite(self) -> bool:
+        """Whether all gradients were finite."""
+        return math.isfinite(sum(self.summed) + sum(self.averaged))
 
 
 class StatisticsAllReduce:
@@ -71,6 +69,7 @@ class StatisticsAllReduce:
     ) -> None:
         self._same_on_all_ranks = same_on_all_ranks
         self._groups = groups = summed.numel()
+        self._own = averaged
         self._ranks = ranks
         if shards is not None:
             vector = torch.cat([summed, averaged, averaged.new_tensor([float(not complete)])])
@@ -95,13 +94,12 @@ class StatisticsAllReduce:
         elif ranks > 1:
             self._work = dist.all_reduce(self._vector, group=process_group, async_op=True)
 
-    def result(self, device: torch.device, before_step: Tensor | None = None) -> ReducedStatistics:
-        """Wait for the sums, and return them with `before_step`, in one transfer to `device`."""
-        if self._result is None or before_step is not None or self._result.summed.device != device:
+    def result(self, before_step: Tensor | None = None) -> ReducedStatistics:
+        """Wait for the sums, and return them with `before_step`, in one transfer from the device."""
+        if self._result is None or before_step is not None:
             self.wait()
-            vector = self._vector if before_step is None else torch.cat([self._vector, before_step])
-            numbers, end = vector.to(device), self._vector.numel()
-            self._result = self._interpret(numbers[:end], None if before_step is None else numbers[end:])
+            parts = [self._vector, self._own, *([] if before_step is None else [before_step])]
+            self._result = self._interpret(torch.cat(parts).tolist())
         return self._result
 
     def wait(self) -> None:
@@ -111,46 +109,16 @@ class StatisticsAllReduce:
         if work is not None:
             work.wait()
 
-    def _interpret(self, sums: Tensor, before_step: Tensor | None) -> ReducedStatistics:
-        middle, end = HEADER_SIZE + self._groups, HEADER_SIZE + 2 * self._groups
-        averaged = sums[middle:end] / self._ranks
-        complete = sums[1] == self._ranks
-        agreed = torch.ones_like(complete)
+    def _interpret(self, numbers: list[float]) -> ReducedStatistics:
+        groups, end = self._groups, self._vector.numel()
+        (sum_of_squares, complete), rest = numbers[:HEADER_SIZE], numbers[HEADER_SIZE:end]
+        summed, averaged, flags = rest[:groups], rest[groups : 2 * groups], tuple(rest[2 * groups :])
+        averaged = [each / self._ranks for each in averaged]
+        own, before_step = numbers[end : end + groups], numbers[end + groups :]
+        agreed = True
         if self._same_on_all_ranks:
-            sqr_of_mean = averaged.sum().square()
-            agreed = (sums[0] / self._ranks - sqr_of_mean).abs() <= AGREEMENT_TOLERANCE * sqr_of_mean
-        return ReducedStatistics(
-            sums[HEADER_SIZE:middle], averaged, sums[end:], complete, agreed, before_step
-        )
-
-
-def sqr_norms_of_mean(
-    gradients: Gradients,
-    device: torch.device,
-    *,
-    ranks: int,
-    process_group: dist.ProcessGroup | None,
-) -> Tensor:
-    """Return the squared norm of the mean over ranks of local gradients, per group: shape (groups,).
-
-    An all-reduce of copies of all gradients, for a model whose own all-reduce compresses them.
-    """
-    means: list[list[Tensor]] = []
-    for group in gradients:
-        if not group:
-            means.append([])
-            continue
-        flat = torch.cat([gradient.reshape(-1) for gradient in group])
-        dist.all_reduce(flat, group=process_group)
-        means.append([flat])
-    return sqr_norms(means, device) / ranks**2
-
-
-def joins_without(ddp: DistributedDataParallel | None, joinable: Joinable | None) -> bool:
-    """Whether `ddp` takes uneven inputs now and `joinable` does not.
-
-    Then peers may be without data, and an all-reduce for `joinable` would wait for them for ever.
-    """
-    if ddp is None or not is_in_join(ddp):
-        return False
-    return joinable is None or not is_in_join(joinable)
+            sqr_of_mean = sum(averaged) * sum(averaged)
+            difference = abs(sum_of_squares / self._ranks - sqr_of_mean)
+            agreed = difference <= AGREEMENT_TOLERANCE * sqr_of_mean
+        complete_ranks = complete == self._ranks
+        return ReducedStatistics(summed, averaged, flags, complete_ranks, agreed, own, before_step or None)

@@ -1,7 +1,4 @@
-"""The estimates that one step gives of the gradients of each parameter group, and their moving averages.
-
-All numbers are tensors of shape (groups,). They are on the host, or on the device of the learning rates if
-these are tensors on a GPU, so that a step can be made without reading them back.
+"""The estimates that one step gives of the gradients of a parameter group, and their moving averages.
 
 The formulas are those of AdaScale SGD (Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for
 Distributed Training", ICML 2020, arXiv 2007.05105, section 3 and appendix B.3), with the terms of
@@ -10,30 +7,16 @@ Distributed Training", ICML 2020, arXiv 2007.05105, section 3 and appendix B.3),
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from adascale_core.batch.gain import GradientEstimate, require_scale, require_smoothing
-from adascale_worker.scaling.statistics.norms import accumulation_dtype
-
-
-@dataclass(frozen=True, slots=True)
-class StepEstimate:
-    """The estimates from one step, for each parameter group."""
-
-    grad_sqr: Tensor  # estimated squared norms of the true gradients, shape (groups,)
-    grad_var: Tensor  # estimated total variances of a gradient at the initial batch size, shape (groups,)
-    valid: Tensor  # whether the numbers are usable, shape (groups,). Numbers that are not may have any value.
-    biased: bool = False  # whether they come from consecutive gradients
 
 
 def from_micro_gradients(
-    count: int, mean_of_sqr: Tensor, sqr_of_mean: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+    count: int, mean_of_sqr: float, sqr_of_mean: float, scale: float
+) -> tuple[float, float]:
     """Return the unbiased `grad_sqr` and `grad_var` from the gradients that one step is the mean of."""
     # With n micro-gradients g_i of equal batch size, L = mean |g_i|^2 and M = |mean g_i|^2:
     # grad_sqr = (n M - L) / (n - 1) and grad_var = (L - M) S / (n - 1). (Appendix B.3 of the paper, with
@@ -51,8 +34,8 @@ def from_micro_gradients(
 
 
 def from_consecutive_gradients(
-    inner_product: Tensor, sqr_of_difference: Tensor, previous_scale: float, scale: float
-) -> tuple[Tensor, Tensor]:
+    inner_product: float, sqr_of_difference: float, previous_scale: float, scale: float
+) -> tuple[float, float]:
     """Return the biased `grad_sqr` and `grad_var` from two consecutive steps of one replica.
 
     The two gradients take the place of two gradients at the same point: grad_sqr = g1 . g2, and the
@@ -68,161 +51,111 @@ def from_consecutive_gradients(
     return inner_product, sqr_of_difference / (1.0 / previous_scale + 1.0 / scale)
 
 
-UNBIASED, BIASED = 0, 1
-GRAD_SQR, GRAD_VAR, WEIGHT, SQUARE, SQR_WEIGHT, COUNT = range(6)
-NAMES = ("grad_sqr", "grad_var", "weight", "square", "sqr_weight", "count")
+@dataclass(frozen=True, slots=True)
+class WeightedSums:
+    """Weighted sums over estimates, and of their weights, which are at most 1. The average is their quotient.
 
-
-class MovingAverages:
-    """Exponential moving averages of the estimates of steps, per parameter group. Immutable.
-
-    Weighted sums and weights are kept separately, and divided when they are read. So an average is debiased
-    (nothing pulls it to an initial value), and stays right when the smoothing changes.
+    So it is debiased (nothing pulls it to an initial value), and stays right when the smoothing changes.
     """
 
-    # Each group has two averages: of estimates from micro-gradients, and of these together with estimates
-    # from consecutive gradients. The second starts from the first, and the next unbiased estimate deletes it.
+    grad_sqr: float = 0.0
+    grad_var: float = 0.0
+    weight: float = 0.0
+    square: float = 0.0  # of `grad_sqr`
+    sqr_weight: float = 0.0
+    count: int = 0
 
-    def __init__(self, sums: Tensor) -> None:
-        # shape (2, len(NAMES), groups). The weights are at most 1; 0 without an estimate.
-        self._sums = sums
-        self._on_host: list[GradientEstimate | None] | None = None
-
-    @classmethod
-    def empty(cls, groups: int, device: torch.device) -> "MovingAverages":
-        """Return averages of no estimates, for `groups` parameter groups."""
-        return cls(torch.zeros(2, len(NAMES), groups, dtype=accumulation_dtype(device), device=device))
-
-    @property
-    def groups(self) -> int:
-        """The number of parameter groups."""
-        return self._sums.shape[-1]
-
-    def to(self, device: torch.device) -> "MovingAverages":
-        """Return the same averages on `device`."""
-        if device == self._sums.device:
-            return self
-        return MovingAverages(self._sums.to(device, accumulation_dtype(device)))
-
-    def with_groups(self, groups: int) -> "MovingAverages":
-        """Return the same averages with empty ones for the additional groups, up to `groups`."""
-        if groups <= self.groups:
-            return self
-        new = MovingAverages.empty(groups - self.groups, self._sums.device)
-        return MovingAverages(torch.cat([self._sums, new._sums], -1))
-
-    def without(self, groups: Sequence[int]) -> "MovingAverages":
-        """Return the same averages without the averages of `groups`."""
-        numbers = torch.arange(self.groups, device=self._sums.device)
-        kept = ~torch.isin(numbers, torch.tensor(groups, device=self._sums.device))
-        return MovingAverages(torch.where(kept, self._sums, 0.0))
-
-    def updated(self, step: StepEstimate, smoothing: float, *, debias: bool = True) -> "MovingAverages":
-        """Return the averages with the estimates of one more step."""
-        require_smoothing(smoothing)
-        sums = self._sums
-        past = self._latest() if step.biased else sums[UNBIASED]
-        ones = torch.ones_like(step.grad_sqr)
+    def with_sample(
+        self, grad_sqr: float, grad_var: float, smoothing: float, *, debias: bool
+    ) -> "WeightedSums":
+        """Return the sums with one more estimate."""
         # Without `debias`, as in appendix B.3 of the paper: the plain mean of the first 1 / (1 - smoothing)
         # estimates, and a moving average after that.
-        count = past[COUNT] + 1.0
-        numbers = torch.stack([step.grad_sqr, step.grad_var, ones, step.grad_sqr.square(), ones, count])
-        share = ones - smoothing if debias else (1.0 / count).clamp(min=1.0 - smoothing)
-        average = torch.lerp(past, numbers, share)
-        average[SQR_WEIGHT] = (1.0 - share).square() * past[SQR_WEIGHT] + share.square()
-        average[COUNT] = count
-        if step.biased:
-            # With smoothing 0 the unbiased average would get the weight 0 and be lost, so it stays as it is.
-            aged = sums[UNBIASED]
-            if smoothing > 0.0:
-                aged = smoothing * aged
-                aged[SQR_WEIGHT] *= smoothing
-                aged[COUNT] = sums[UNBIASED, COUNT]
-            new = torch.stack([aged, average])
-        else:
-            new = torch.stack([average, torch.zeros_like(average)])
-        return MovingAverages(torch.where(step.valid, new, sums))
+        count = self.count + 1
+        new = 1.0 - smoothing if debias else max(1.0 / count, 1.0 - smoothing)
+        past = 1.0 - new
+        return WeightedSums(
+            past * self.grad_sqr + new * grad_sqr,
+            past * self.grad_var + new * grad_var,
+            past * self.weight + new,
+            past * self.square + new * grad_sqr * grad_sqr,
+            past * past * self.sqr_weight + new * new,
+            count,
+        )
 
-    def gains(self, scale: float) -> Tensor:
-        """Return the gain of each group at `scale`, shape (groups,), without waiting for the device.
+    def aged(self, smoothing: float) -> "WeightedSums":
+        """Return the sums with less weight beside the next estimates."""
+        return WeightedSums(
+            smoothing * self.grad_sqr,
+            smoothing * self.grad_var,
+            smoothing * self.weight,
+            smoothing * self.square,
+            smoothing * smoothing * self.sqr_weight,
+            self.count,
+        )
 
-        As `GradientEstimate.gain`; 1 for a group without an estimate.
-        """
-        return _gain(*self._averages(), scale)
 
-    def gain(self, scale: float, counted: Tensor) -> Tensor:
-        """Return the gain of several groups together at `scale`, shape (), without waiting for the device."""
-        grad_sqr, grad_var = (torch.where(counted, average, 0.0) for average in self._averages())
-        return _gain(grad_sqr.sum(), grad_var.sum(), scale)
+@dataclass(frozen=True, slots=True)
+class MovingAverage:
+    """The exponential moving average of the estimates of a parameter group."""
 
-    def on_host(self) -> Sequence[GradientEstimate | None]:
-        """Return the average of each group as numbers; None for a group without an estimate.
+    unbiased: WeightedSums = WeightedSums()  # of estimates from micro-gradients
+    # of these together with later ones from consecutive gradients, if there are any
+    biased: WeightedSums | None = None
 
-        The first call waits for the device.
-        """
-        if self._on_host is None:
-            sums, is_biased = self._latest()[:COUNT], self._sums[BIASED, WEIGHT] > 0.0
-            rows = torch.cat([sums, is_biased[None].to(sums.dtype)]).T.tolist()
-            self._on_host = [_estimate(*row) if row[WEIGHT] > 0.0 else None for row in rows]
-        return self._on_host
+    def updated(
+        self, grad_sqr: float, grad_var: float, smoothing: float, *, biased: bool = False, debias: bool = True
+    ) -> "MovingAverage":
+        """Return the average with the estimates of one more step; `biased` if from consecutive gradients."""
+        require_smoothing(smoothing)
+        past = self.unbiased if self.biased is None or not biased else self.biased
+        sums = past.with_sample(grad_sqr, grad_var, smoothing, debias=debias)
+        if not biased:
+            return MovingAverage(sums)
+        # With smoothing 0 the unbiased average would get the weight 0 and be lost, so it stays as it is.
+        return MovingAverage(self.unbiased.aged(smoothing) if smoothing > 0.0 else self.unbiased, sums)
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the averages of each group as numbers."""
-        sums = self._sums.tolist()
+    def estimate(self) -> GradientEstimate | None:
+        """Return the average with the standard error of its `grad_sqr`; None without any estimate."""
+        sums = self.unbiased if self.biased is None else self.biased
+        if sums.weight <= 0.0:
+            return None
+        mean, variance = sums.grad_sqr / sums.weight, sums.grad_var / sums.weight
+        # The mean has the error of that of so many samples of equal weight.
+        samples = sums.weight * sums.weight / sums.sqr_weight
+        spread = sums.square / sums.weight - mean * mean
+        error = math.sqrt(max(spread, 0.0) / (samples - 1.0)) if samples > 1.0 + 1e-9 else math.inf
+        if not math.isfinite(error):  # One sample does not show its error.
+            error = min(abs(mean) + abs(variance), sys.float_info.max)
+        return GradientEstimate(mean, variance, self.biased is not None, error)
 
-        def average(kind: int, group: int) -> dict[str, float]:
-            named = {name: row[group] for name, row in zip(NAMES, sums[kind], strict=True)}
-            return {**named, "count": int(named["count"])}
-
-        return [
-            {
-                "unbiased": average(UNBIASED, group),
-                "biased": average(BIASED, group) if sums[BIASED][WEIGHT][group] > 0.0 else None,
-            }
-            for group in range(self.groups)
-        ]
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums as numbers."""
+        return {"unbiased": asdict(self.unbiased), "biased": self.biased and asdict(self.biased)}
 
     @classmethod
-    def from_state_dict(cls, state: Sequence[Mapping[str, Any]], device: torch.device) -> "MovingAverages":
-        """Return the averages that `state_dict` returned `state` for."""
-        empty = dict.fromkeys(NAMES, 0.0)
-        averages = [[group[kind] or empty for group in state] for kind in ("unbiased", "biased")]
-        sums = [[[average[name] for average in kind] for name in NAMES] for kind in averages]
-        return cls(torch.tensor(sums, dtype=accumulation_dtype(device), device=device))
-
-    def _latest(self) -> Tensor:
-        """The sums of the average that is read: the biased average if it exists, for each group."""
-        return torch.where(self._sums[BIASED, WEIGHT] > 0.0, self._sums[BIASED], self._sums[UNBIASED])
-
-    def _averages(self) -> tuple[Tensor, Tensor]:
-        """`grad_sqr` and `grad_var`; zero for a group without an estimate."""
-        sums = self._latest()
-        has_estimate = sums[WEIGHT] > 0.0
-        weight = torch.where(has_estimate, sums[WEIGHT], 1.0)
-        return sums[GRAD_SQR] / weight, sums[GRAD_VAR] / weight
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "MovingAverage":
+        """Return the average that `state_dict` returned `state` for."""
+        biased = state["biased"]
+        return cls(WeightedSums(**state["unbiased"]), None if biased is None else WeightedSums(**biased))
 
 
-def _estimate(
-    grad_sqr: float, grad_var: float, weight: float, square: float, sqr_weight: float, is_biased: float
-) -> GradientEstimate:
-    """Return the estimate of weighted sums, with the standard error of the weighted mean of `grad_sqr`."""
-    mean, variance = grad_sqr / weight, grad_var / weight
-    # The mean has the error of that of so many samples of equal weight.
-    samples = weight**2 / sqr_weight
-    spread = square / weight - mean**2
-    error = math.sqrt(max(spread, 0.0) / (samples - 1.0)) if samples > 1.0 + 1e-9 else math.inf
-    if not math.isfinite(error):  # One sample does not show its error.
-        error = min(abs(mean) + abs(variance), sys.float_info.max)
-    return GradientEstimate(mean, variance, is_biased > 0.0, error)
+TOLERANCE = 1e-6
+
+IMPLAUSIBLE_CLIPPING = 1e-3
+"""If no loss scale was inferred before, a change below this factor is not taken for clipping alone."""
 
 
-def _gain(grad_sqr: Tensor, grad_var: Tensor, scale: float) -> Tensor:
-    require_scale(scale)
-    grad_sqr, grad_var = grad_sqr.clamp(min=0.0), grad_var.clamp(min=0.0)
-    largest = torch.maximum(grad_sqr, grad_var)
-    is_positive = largest > 0.0
-    # Dividing first keeps the sum of two huge numbers, or the quotient of two tiny ones, in range.
-    largest = torch.where(is_positive, largest, 1.0)
-    grad_sqr, grad_var = grad_sqr / largest, grad_var / largest
-    gain = (grad_var + grad_sqr) / (grad_var / scale + grad_sqr)
-    return torch.where(is_positive, gain, 1.0).clamp(min(1.0, scale), max(1.0, scale))
+def infer_loss_scale(after_backward: float, before_step: float, known: float) -> float:
+    """Return the loss scale, from squared norms of the gradients at two times; NaN if it is unclear.
+
+    GradScalers start from a power of two and double or halve, so a change of the norm by a power of two is
+    unscaling, and any other change is clipping, with the scale `known` from before.
+    """
+    if not (after_backward > 0.0 and before_step > 0.0 and math.isfinite(after_backward + before_step)):
+        return known
+    power = math.log2(before_step) / 2.0 - math.log2(after_backward) / 2.0
+    if abs(power - round(power)) < TOLERANCE:
+        return 2.0 ** -round(power)
+    is_unclear = known == 1.0 and power < math.log2(IMPLAUSIBLE_CLIPPING)
+    return math.nan if is_unclear else known

@@ -1,7 +1,7 @@
 """Measures the steps of an optimizer, and estimates the gain: from backward passes to moving averages."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,25 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed.algorithms.join import Joinable
 
 from adascale_core.batch.gain import GradientEstimate, total
 from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.scaling.rules import ScalingRule
-from adascale_worker.scaling.statistics.all_reduce import (
-    ReducedStatistics,
-    StatisticsAllReduce,
-    joins_without,
-)
+from adascale_worker.scaling.statistics.all_reduce import ReducedStatistics, StatisticsAllReduce
 from adascale_worker.scaling.statistics.estimates import (
-    MovingAverages,
-    StepEstimate,
+    MovingAverage,
     from_consecutive_gradients,
     from_micro_gradients,
+    infer_loss_scale,
 )
-from adascale_worker.scaling.statistics.loss_scale import LossScale
 from adascale_worker.scaling.statistics.metric import Metric
-from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParameters
+from adascale_worker.scaling.statistics.parameters import OptimizerParameters
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
 from adascale_worker.scaling.statistics.reader import GradientReader, HookedGradients
 from adascale_worker.scaling.statistics.sharded import ShardedGradients
@@ -37,7 +31,10 @@ from adascale_worker.scaling.statistics.steps import (
     require_valid,
     sampling_interval,
 )
-from adascale_worker.torch_private.distributed import is_fully_sharded
+from adascale_worker.torch_private.distributed import is_fully_sharded, is_in_join
+
+UNCHANGED = 1e-6
+"""Relative difference up to which the gradients before the step are those after the backward passes."""
 
 
 class GradientStatistics:
@@ -59,9 +56,7 @@ class GradientStatistics:
         self.rule = rule
         shards, observes_shards = options.shards, is_fully_sharded(model)
         self.parameters = OptimizerParameters(
-            rule.optimizer,
-            scales_lr_alone=not rule.has_second_moments,
-            is_sharded=observes_shards or shards is not None,
+            rule.optimizer, is_sharded=observes_shards or shards is not None
         )
         add_shards = shards.add_shards if shards is not None else dist.all_reduce if observes_shards else None
         self._metric = Metric(rule, add_shards)
@@ -73,20 +68,20 @@ class GradientStatistics:
         self.flags: Sequence[float] = ()
         """Numbers of this rank that are summed over ranks together with the statistics: of the same length on
         all ranks, and read when the last backward pass of a measured step ends."""
-        self.joinable: Joinable | None = None
-        """The object that represents the statistics in a `Join` context."""
         self.gradients_are_divided = False
         """Whether the gradients were divided by `divisor` since the last backward pass."""
-        self.loss_scale = LossScale(grad_scaler, self.parameters)
+        self._grad_scaler = grad_scaler
         self._scale_of_scaler: float | None = None
-        self._averages = MovingAverages.empty(0, HOST)
+        """The loss scale of this step, if there is a GradScaler."""
+        self._inferred_scale = 1.0
+        self._averages: list[MovingAverage] = []
         self._steps = self._sampling_start = 0
         self._is_stopped = self._is_measuring = self._is_left_out = self._begins_pair = False
         self._weights: StepWeights | None = None
         self._all_reduce: StatisticsAllReduce | None = None
         self._last: ReducedStatistics | None = None
         """The numbers of the last step; None if it was not measured."""
-        self._flag_sums: Tensor | tuple[float, ...] | None = None
+        self._flag_sums: tuple[float, ...] | None = None
         self._previous_gradient = PreviousGradient(self._metric)
         self._previous_step: PreviousStep | None = None
         self._warnings = OneTimeWarnings()
@@ -106,9 +101,7 @@ class GradientStatistics:
 
         Includes this step as far as it is measured. There may be fewer estimates than groups.
         """
-        if self.parameters.lr_device == HOST:
-            self.loss_scale.warn_if_unknown()
-        return self._current_averages().on_host()
+        return [average.estimate() for average in self._current_averages()]
 
     def total_estimate(self) -> GradientEstimate | None:
         """Return the estimate of all parameter groups that are trained; None without any."""
@@ -129,16 +122,8 @@ class GradientStatistics:
             estimate = self._limited(estimates[number]) if number < len(estimates) else None
         return 1.0 if estimate is None else estimate.gain(scale)
 
-    def gain_tensor(self) -> Tensor:
-        """Return the gain of all trained groups together: shape (), on the device of learning rates."""
-        averages = self._current_averages().to(self.parameters.lr_device)
-        trained = self.parameters.trained_tensor()[: averages.groups]
-        return self._limited_gains(averages.gain(self.options.scale, trained))
-
-    def group_gains(self) -> Sequence[float | Tensor]:
-        """Return the gain of each group with averages: tensors if the learning rates are on the device."""
-        if self.parameters.lr_is_on_device:
-            return self._limited_gains(self._averages.gains(self.options.scale)).unbind()
+    def group_gains(self) -> list[float]:
+        """Return the gain of each group with averages."""
         limited = map(self._limited, self.estimates())
         return [1.0 if estimate is None else estimate.gain(self.options.scale) for estimate in limited]
 
@@ -148,8 +133,6 @@ class GradientStatistics:
         The same on all ranks. None if the last step had no all-reduce, or no flags in it. With one replica,
         the local flags.
         """
-        if isinstance(self._flag_sums, Tensor):
-            self._flag_sums = tuple(self._flag_sums.tolist())
         return self._flag_sums
 
     def gradients_are_finite(self) -> bool | None:
@@ -157,7 +140,7 @@ class GradientStatistics:
 
         None if it was not measured.
         """
-        return None if self._last is None else bool(self._last.finite)
+        return None if self._last is None else self._last.finite
 
     @property
     def awaits_comparison(self) -> bool:
@@ -212,7 +195,6 @@ class GradientStatistics:
         """Leave this step out of the estimates, because its micro-gradients or its parameters are others."""
         self._is_left_out = True
         self._previous_gradient.clear()
-        self.loss_scale.forget_gradients()
 
     def weigh_step(self, weights: StepWeights) -> None:
         """Use the weights of the micro-batches of this step. Call after its last backward pass."""
@@ -258,7 +240,7 @@ class GradientStatistics:
 
         On a GPU, what is launched from now on waits. `finish_measurement` does so too.
         """
-        if not self._is_measuring or self.is_excluded_from_join():
+        if not self._is_measuring or self._is_in_join():
             return
         if self._all_reduce is None:
             self._measure()
@@ -268,63 +250,50 @@ class GradientStatistics:
     def finish_measurement(self) -> None:
         """Add the estimates of this step to the averages. Call before the optimizer uses the gradients."""
         self.parameters.record_trainable()
-        self._averages = self._averages.to(self.parameters.lr_device)
         self._last = None
-        if self._is_measuring and not self.is_excluded_from_join():
+        if self._is_measuring and not self._is_in_join():
             self.exchange()
             all_reduce, self._all_reduce = self._all_reduce, None
             if all_reduce is not None:
-                self._last, estimate = self._finish(all_reduce)
-                if estimate is not None:
-                    self._averages = self._updated_averages(estimate)
-        sums = None if self._last is None or not self._last.flags.numel() else self._last.flags
-        self._flag_sums = tuple(self.flags) if self.options.world_size == 1 else sums
+                self._last = self._finish(all_reduce)
+        sums = self._last.flags if self._last is not None else ()
+        self._flag_sums = tuple(self.flags) if self.options.world_size == 1 else sums or None
 
-    def _finish(self, all_reduce: StatisticsAllReduce) -> tuple[ReducedStatistics, StepEstimate | None]:
-        """Return the numbers of this step, and its estimate; None if it has none."""
+    def _finish(self, all_reduce: StatisticsAllReduce) -> ReducedStatistics:
+        """Return the numbers of this step, and add its estimates to the averages."""
         if self._is_left_out:
             # Gradients that were measured may be deleted since.
             self._previous_gradient.clear()
-            return all_reduce.result(self.parameters.lr_device), None
-        problem = self.reader.synchronisation_problem()
-        if problem is not None and self.options.micro_gradients > 1:
-            self._warnings.warn("sharded", f"{problem}. Until then such steps are left out of the estimates")
+            return all_reduce.result()
+        problem = self.reader.problem()
+        if problem is not None:
+            self._warnings.warn("problem", f"{problem}. Until then such steps are left out of the estimates")
         before_step = None
-        if self.options.observes_backward and not self.loss_scale.gradients_are_unchanged():
+        if self.options.observes_backward:
             divisor = self.divisor if self.gradients_are_divided else 1.0
             before_step = self.reader.current_sqr_norms() * divisor**2
-        statistics = all_reduce.result(self.parameters.lr_device, before_step)
-        statistics, loss_scale = self._with_loss_scale(statistics)
-        estimate = self._estimate(statistics, loss_scale)
+        statistics, loss_scale = self._with_loss_scale(all_reduce.result(before_step))
+        self._averages = self._averages_with(statistics, loss_scale)
         if self._previous_gradient.is_from(self._steps):
             self._previous_gradient.step = PreviousStep(statistics.averaged, self.options.scale, loss_scale)
         elif not self._begins_pair:
             self._previous_gradient.invalidate()
-        return statistics, estimate
+        return statistics
 
     def end_step(self) -> None:
         """Count a step that the optimizer has made, and prepare for the next."""
-        if not self.is_excluded_from_join():
+        if not self._is_in_join():
             self._steps += 1
         self.begin_step()
 
-    def end_step_without_data(self) -> None:
-        """Take part in the all-reduce of peers that still have data, on a rank without; they leave it out."""
-        if self._is_measuring and self.options.world_size > 1:
-            zeros = torch.zeros(len(self.parameters.groups()), **self.parameters.statistics_options)
-            self._start_all_reduce(zeros, zeros, complete=False)
-        self._steps += 1
-        self.begin_step()
-
-    def is_excluded_from_join(self) -> bool:
-        """Whether the model takes uneven inputs without AdaScale, so that peers may be without data."""
-        if not joins_without(self.reader.ddp, self.joinable):
+    def _is_in_join(self) -> bool:
+        """Whether the model takes uneven inputs, so that peers may be without data."""
+        if self.reader.ddp is None or not is_in_join(self.reader.ddp):
             return False
         self._warnings.warn(
             "join",
-            "the model takes uneven inputs and AdaScale does not. It measures nothing, since its all-reduce "
-            "would wait for ranks without data. Use `with Join([model, optimizer]):` of "
-            "torch.distributed.algorithms.join instead of `with model.join():`",
+            "the model takes uneven inputs (`with model.join():`). AdaScale measures nothing meanwhile, as "
+            "its all-reduce would wait for ranks without data: give all ranks the same number of batches",
         )
         return True
 
@@ -341,7 +310,10 @@ class GradientStatistics:
         changed = set(map(id, parameters))
         groups = [n for n, group in enumerate(self.parameters.groups()) if changed & set(map(id, group))]
         if groups:
-            self._averages = self._averages.without(groups)
+            self._averages = [
+                MovingAverage() if number in groups else average
+                for number, average in enumerate(self._averages)
+            ]
             self.parameters.record_trainable()
             self._sampling_start = self._steps
             self.leave_out_step()
@@ -356,13 +328,12 @@ class GradientStatistics:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must survive a restart, as tensors and numbers. Options are not in it."""
-        self.loss_scale.warn_if_unknown()  # may wait for the device
         return {
             "steps": self._steps,
             "sampling_start": self._sampling_start,
-            "averages": self._averages.state_dict(),
+            "averages": [average.state_dict() for average in self._averages],
             "statistics": {
-                "loss_scale": self.loss_scale.inferred.item(),
+                "loss_scale": self._inferred_scale,
                 "previous_gradient": self._previous_gradient.state_dict(),
             },
         }
@@ -373,9 +344,9 @@ class GradientStatistics:
         state = state or {"steps": 0, "sampling_start": 0, "averages": [], "statistics": own}
         self._discard_passes()
         self._steps, self._sampling_start = state["steps"], state["sampling_start"]
-        self._averages = MovingAverages.from_state_dict(state["averages"], HOST)
+        self._averages = [MovingAverage.from_state_dict(each) for each in state["averages"]]
         own = state["statistics"]
-        self.loss_scale.inferred = torch.tensor(own["loss_scale"], dtype=torch.float64)
+        self._inferred_scale = own["loss_scale"]
         self._previous_gradient.load_state_dict(own["previous_gradient"], self.parameters.measured())
         self.begin_step()
 
@@ -383,12 +354,12 @@ class GradientStatistics:
 
     def _on_pass_start(self) -> None:
         # A GradScaler skips the step after gradients that are not finite, so this pass begins a new step.
-        if self._all_reduce is not None and not self._all_reduce.result(self.parameters.lr_device).finite:
+        if self._all_reduce is not None and not self._all_reduce.result().finite:
             self._discard_passes()
             self.reader.mark_incomplete()
 
     def _on_pass_end(self) -> None:
-        if self.reader.passes == self.options.accumulation and not self.is_excluded_from_join():
+        if self.reader.passes == self.options.accumulation and not self._is_in_join():
             self._measure()
 
     def _measure(self) -> None:
@@ -396,11 +367,21 @@ class GradientStatistics:
         averaged = self.reader.averaged_sqr_norms()
         is_single = self.options.micro_gradients == 1
         summed = self._compare_with_previous() if is_single else self.reader.sum_of_sqr_norms()
-        self._scale_of_scaler = self.loss_scale.from_scaler()
-        complete = is_single or self.reader.has_read_all
-        if self.options.observes_backward:
-            self.loss_scale.record_gradients()
-        self._start_all_reduce(summed, averaged, complete=complete)
+        if self._grad_scaler is not None:
+            is_enabled = self._grad_scaler.is_enabled()
+            self._scale_of_scaler = self._grad_scaler.get_scale() if is_enabled else 1.0
+        if self._all_reduce is not None:
+            self._all_reduce.wait()
+        self._all_reduce = StatisticsAllReduce(
+            summed,
+            averaged,
+            self.flags,
+            complete=self.reader.has_read_all,
+            ranks=self.options.world_size,
+            same_on_all_ranks=not self.parameters.is_sharded,
+            process_group=self.reader.process_group,
+            shards=self.options.shards,
+        )
 
     def _compare_with_previous(self) -> Tensor:
         """Return the inner products with the previous gradient, shape (groups,).
@@ -417,76 +398,70 @@ class GradientStatistics:
             self._previous_gradient.copy_from(groups, step_number=self._steps)
         return products
 
-    def _start_all_reduce(self, summed: Tensor, averaged: Tensor, *, complete: bool) -> None:
-        if self._all_reduce is not None:
-            self._all_reduce.wait()
-        self._all_reduce = StatisticsAllReduce(
-            summed,
-            averaged,
-            self.flags,
-            complete=complete,
-            ranks=self.options.world_size,
-            same_on_all_ranks=not self.parameters.is_sharded,
-            process_group=self.reader.process_group,
-            shards=self.options.shards,
-        )
-
-    @contextmanager
-    def own_change_of_gradients(self) -> Iterator[None]:
-        """A change of the gradients inside is not taken for one that the program has made."""
-        is_unchanged = self._all_reduce is not None and self.loss_scale.gradients_are_unchanged()
-        yield
-        if is_unchanged:
-            self.loss_scale.record_gradients()
-
-    def _with_loss_scale(self, statistics: ReducedStatistics) -> tuple[ReducedStatistics, Tensor]:
-        """Return the statistics of the averaged gradients, and their loss scale.
-
-        The loss scale has the shape (), and is NaN if it cannot be determined.
-        """
+    def _with_loss_scale(self, statistics: ReducedStatistics) -> tuple[ReducedStatistics, float]:
+        """Return the statistics of the averaged gradients, and their loss scale; NaN if that is unclear."""
         averaged, before_step = statistics.averaged, statistics.before_step
-        given = torch.full_like(averaged[0], self._scale_of_scaler or 1.0)
-        if before_step is None:
+        given = 1.0 if self._scale_of_scaler is None else self._scale_of_scaler
+        if before_step is None or _are_equal(before_step, statistics.own):
             if self._scale_of_scaler is None:
-                self.loss_scale.inferred = torch.ones_like(averaged[0])  # nothing was unscaled
+                self._inferred_scale = 1.0  # nothing was unscaled
             return statistics, given
-        if self._scale_of_scaler is not None or self.reader.is_compressed or self.parameters.is_sharded:
-            loss_scale = given
-        else:
+        if self._scale_of_scaler is None and not self.parameters.is_sharded:
             # Where ranks disagree, the program averages gradients itself after backward. The gradients before
             # the step are the mean then, and give no information about the loss scale.
-            after_backward = torch.where(statistics.agreed, averaged.sum(), before_step.sum())
-            loss_scale = self.loss_scale.infer(after_backward, before_step.sum())
-        averaged = torch.where(statistics.agreed, averaged, before_step)
-        return replace(statistics, averaged=averaged, agreed=torch.ones_like(statistics.agreed)), loss_scale
+            norms = averaged if statistics.agreed else before_step
+            given = infer_loss_scale(sum(norms), sum(before_step), self._inferred_scale)
+            if math.isnan(given):
+                change = math.sqrt(sum(before_step) / sum(norms))
+                self._warnings.warn(
+                    "loss scale",
+                    f"gradients were multiplied by {change:.3g} between backward() and step(), probably by a "
+                    "GradScaler and by clipping. The loss scale cannot be determined from the two together, "
+                    "so such steps are left out of the estimates: pass AdaScale(..., grad_scaler=scaler), or "
+                    "without a scaler, grad_scaler=torch.amp.GradScaler(enabled=False)",
+                )
+            else:
+                self._inferred_scale = given
+        averaged = averaged if statistics.agreed else before_step
+        return replace(statistics, averaged=averaged, agreed=True), given
 
     # -- estimates --------------------------------------------------------------------------------------
 
-    def _estimate(self, statistics: ReducedStatistics, loss_scale: Tensor) -> StepEstimate | None:
-        is_single = self.options.micro_gradients == 1
-        if is_single:
-            is_empty = self._weights is not None and self._weights.positive == 0
-            if is_empty or not self._has_expected_passes():
-                # What was read is the gradient of the first passes only, or of no valid samples.
-                self._previous_gradient.invalidate()
-                return None
-            if self._previous_step is None:
-                return None
-            numbers = self._from_difference(statistics, loss_scale, self._previous_step)
-        else:
-            if (count := self.reader.micro_gradients) < 2 or not self._has_expected_passes():
-                return None
-            if self._weights is not None and self._weights.positive < 2:
-                return None
-            numbers = self._from_micro_gradients(statistics, loss_scale, count)
-        valid = statistics.complete & statistics.agreed & statistics.finite
-        valid = valid & torch.isfinite(numbers[0] + numbers[1])
-        valid = valid & self.parameters.has_trainable(valid.device)
-        defined = self._metric.defined_groups()
-        if defined is not None:
-            groups = range(len(self.parameters.groups()))
-            valid = valid & torch.tensor([group in defined for group in groups], device=valid.device)
-        return StepEstimate(*numbers, valid, biased=is_single)
+    def _averages_with(self, statistics: ReducedStatistics, loss_scale: float) -> list[MovingAverage]:
+        """Return the averages with the estimates of this step, as far as it has any."""
+        averages = self._averages
+        if not (statistics.complete and statistics.agreed and statistics.finite and self._is_measurable()):
+            return averages
+        options, groups = self.options, len(self.parameters.groups())
+        # The estimate of a measured step stands for all the steps of an interval.
+        smoothing = options.smoothing
+        if options.interval:
+            # The training loop chooses few steps: their window is a quarter of the steps so far, if that is
+            # longer.
+            smoothing = max(smoothing, 1.0 - 4.0 / max(self._steps - self._sampling_start, 4))
+        weight = smoothing ** (options.interval or self._interval())
+        averages = [*averages, *[MovingAverage()] * (groups - len(averages))]
+        defined, trainable = self._metric.defined_groups(), self.parameters.trainable()
+        for group in range(groups):
+            if trainable[group] and (defined is None or group in defined):
+                estimate = self._estimate(group, statistics, loss_scale)
+                if all(map(math.isfinite, estimate)):
+                    averages[group] = averages[group].updated(
+                        *estimate, weight, biased=options.micro_gradients == 1, debias=options.debias
+                    )
+        return averages
+
+    def _is_measurable(self) -> bool:
+        """Whether this step has the gradients that its estimates need."""
+        if self.options.micro_gradients > 1:
+            enough = self._weights is None or self._weights.positive >= 2
+            return self.reader.micro_gradients >= 2 and self._has_expected_passes() and enough
+        is_empty = self._weights is not None and self._weights.positive == 0
+        if is_empty or not self._has_expected_passes():
+            # What was read is the gradient of the first passes only, or of no valid samples.
+            self._previous_gradient.invalidate()
+            return False
+        return self._previous_step is not None
 
     def _has_expected_passes(self) -> bool:
         passes = self.reader.passes
@@ -501,64 +476,45 @@ class GradientStatistics:
         )
         return False
 
-    def _from_micro_gradients(
-        self, statistics: ReducedStatistics, loss_scale: Tensor, count: int
-    ) -> tuple[Tensor, Tensor]:
-        passes = self.options.accumulation
-        count_of_rank = count // self.options.world_size
-        mean_of_sqr, sqr_of_mean = statistics.summed / count, statistics.averaged
-        if self.options.is_scaled_loss:
+    def _estimate(self, group: int, statistics: ReducedStatistics, loss_scale: float) -> tuple[float, float]:
+        """Return `grad_sqr` and `grad_var` of a group from this step."""
+        summed, averaged, options = statistics.summed[group], statistics.averaged[group], self.options
+        if options.micro_gradients == 1:
+            previous = self._previous_step
+            assert previous is not None
+            product = summed / (loss_scale * previous.loss_scale)
+            sqr_norms = averaged / loss_scale**2 + previous.sqr_norms[group] / previous.loss_scale**2
+            sqr_of_difference = max(sqr_norms - 2.0 * product, 0.0)
+            return from_consecutive_gradients(product, sqr_of_difference, previous.scale, options.scale)
+        passes, count = options.accumulation, self.reader.micro_gradients
+        count_of_rank = count // options.world_size
+        mean_of_sqr, sqr_of_mean = summed / count, averaged
+        if options.is_scaled_loss:
             mean_of_sqr = mean_of_sqr * count_of_rank**2
         elif self._weights is not None:
             # The mean of the squares is weighted too.
-            mean_of_sqr = statistics.summed / (self.options.world_size * self.divisor)
-            sqr_of_mean = sqr_of_mean / self.divisor**2
+            mean_of_sqr = summed / (options.world_size * self.divisor)
+            sqr_of_mean = averaged / self.divisor**2
             count = self._weights.positive
         else:
             mean_of_sqr = mean_of_sqr / (passes / count_of_rank) ** 2
-            sqr_of_mean = sqr_of_mean / passes**2
-        unit = loss_scale.square()
-        return from_micro_gradients(count, mean_of_sqr / unit, sqr_of_mean / unit, self.options.scale)
-
-    def _from_difference(
-        self, statistics: ReducedStatistics, loss_scale: Tensor, previous: PreviousStep
-    ) -> tuple[Tensor, Tensor]:
-        previous_loss_scale = previous.loss_scale.to(loss_scale)
-        product = statistics.summed / (loss_scale * previous_loss_scale)
-        sqr_norm = statistics.averaged / loss_scale**2
-        previous_sqr_norm = previous.sqr_norms.to(loss_scale) / previous_loss_scale**2
-        sqr_of_difference = (sqr_norm + previous_sqr_norm - 2.0 * product).clamp(min=0.0)
-        return from_consecutive_gradients(product, sqr_of_difference, previous.scale, self.options.scale)
-
-    # -- averages ---------------------------------------------------------------------------------------
+            sqr_of_mean = averaged / passes**2
+        unit = loss_scale**2
+        return from_micro_gradients(count, mean_of_sqr / unit, sqr_of_mean / unit, options.scale)
 
     def _limited(self, estimate: GradientEstimate | None) -> GradientEstimate | None:
         limit = self.options.max_gain
         return estimate if estimate is None or limit is None else estimate.limited(limit)
 
-    def _limited_gains(self, gains: Tensor) -> Tensor:
-        """As `GradientEstimate.limited`, without waiting for the device."""
-        limit = self.options.max_gain
-        return gains if limit is None else gains * limit / (gains + (limit - 1.0))
-
-    def _updated_averages(self, step: StepEstimate) -> MovingAverages:
-        # The estimate of a measured step stands for all the steps of an interval.
-        interval, smoothing = self.options.interval, self.options.smoothing
-        if interval:
-            # The training loop chooses few steps: their window is a quarter of the steps so far, if that is
-            # longer.
-            smoothing = max(smoothing, 1.0 - 4.0 / max(self._steps - self._sampling_start, 4))
-        averages = self._averages.to(step.grad_sqr.device).with_groups(len(self.parameters.groups()))
-        weight = smoothing ** (interval or self._interval())
-        return averages.updated(step, weight, debias=self.options.debias)
-
-    def _current_averages(self) -> MovingAverages:
+    def _current_averages(self) -> list[MovingAverage]:
         """The averages with this step, as far as it is measured."""
         if self._all_reduce is None or self._is_left_out:
             return self._averages
-        statistics = self._all_reduce.result(self.parameters.lr_device)
-        loss_scale = self.loss_scale.inferred.to(statistics.averaged)
-        if self._scale_of_scaler is not None:
-            loss_scale = torch.full_like(statistics.averaged[0], self._scale_of_scaler)
-        estimate = self._estimate(statistics, loss_scale)
-        return self._averages if estimate is None else self._updated_averages(estimate)
+        known = self._inferred_scale if self._scale_of_scaler is None else self._scale_of_scaler
+        return self._averages_with(self._all_reduce.result(), known)
+
+
+def _are_equal(left: list[float], right: list[float]) -> bool:
+    """Whether squared norms that are not all zero are the same, except for rounding."""
+    pairs = zip(left, right, strict=True)
+    return sum(left) > 0.0 and all(math.isclose(a, b, rel_tol=UNCHANGED) for a, b in pairs)

@@ -59,7 +59,6 @@ class Metric:
         self._rule = rule if rule is not None and rule.has_second_moments else None
         self._add_shards = add_shards
         self._divisors: dict[int, _GroupDivisor] | None = None
-        self._sizes_on_gpu: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._group_of: dict[int, int] = {}
 
     def begin_step(self) -> None:
@@ -110,9 +109,8 @@ class Metric:
             if moments:
                 eps = max(rule.eps(number), MIN_EPS)
                 counted = [p for p in group["params"] if self._add_shards is None or is_first_copy(p)]
-                self._divisors[number] = _GroupDivisor(
-                    moments, set(map(id, counted)), eps, self._sizes_on_gpu, self._add_shards
-                )
+                counted_ids = set(map(id, counted))
+                self._divisors[number] = _GroupDivisor(moments, counted_ids, eps, self._add_shards)
         return self._divisors
 
 
@@ -128,22 +126,19 @@ class _GroupDivisor:
         moments: dict[int, SecondMoment],
         counted: set[int],  # the ids of the parameters whose mean is that of the group
         eps: float,
-        sizes: dict[tuple[torch.device, tuple[int, ...]], Tensor],
         add_shards: Callable[[Tensor], object] | None,
     ) -> None:
         self._moments = moments  # by the id of the parameter; one without it gets the mean of the group
-        self._sizes = sizes  # numbers of elements on the GPU, kept because copying them there takes time
-        self._memory: Tensor | None = None
         values = [value for value, *_ in moments.values()]
         self._are_on_gpu = are_read_together(values)
         numbers = [n for n, (value, *_) in moments.items() if self._are_on_gpu or _is_small(value)]
         self._elements = {n: _real(moments[n].value).numel() for n in numbers}
         apart = [each for n, each in moments.items() if n not in self._elements and n in counted]
-        sums = [_real(each.value).sum(dtype=_sum_dtype(each.value)) * _number(each) for each in apart]
+        sums = [_real(each.value).sum(dtype=_sum_dtype(each.value)) * each.factor for each in apart]
         wholes: list[Tensor] = []
         keeps = sum(self._elements.values()) <= MAX_ELEMENTS_TOGETHER
         together = [moments[n].value for n in numbers]
-        kinds = [(_kind(moments[n].value), n in counted) for n in numbers]
+        kinds = [(_kind(moments[n]), n in counted) for n in numbers]
         for batch in batches([value.numel() for value in together], kinds):
             whole = self._second_moments([numbers[n] for n in batch])
             if numbers[batch[0]] in counted:
@@ -151,8 +146,8 @@ class _GroupDivisor:
             if keeps:
                 wholes.append(whole)
         count = sum(_real(moment.value).numel() for n, moment in moments.items() if n in counted)
-        mean = _mean(stacked(sums, values[0].device).sum(), count, add_shards)
-        self._mean: Tensor | float = mean if self._are_on_gpu else mean.item()
+        mean = stacked(sums, values[0].device).sum()
+        self._mean: float = _mean(mean, count, add_shards).item()
         self._added = self._mean * FLOOR + eps**2
         self._kept: dict[tuple[int, ...], Tensor] = {}
         """1 / (v + c) of parameters that are divided together, by their numbers."""
@@ -169,14 +164,9 @@ class _GroupDivisor:
         for n in apart:
             moment, whole = self._moments.get(id(parameters[n])), _real(gradients[n].reshape(-1))
             for start in range(0, whole.numel(), CHUNK):
-                part = slice(start, start + CHUNK)
-                piece = _widened(whole[part])
-                divisor, factor = self._divisor(moment, part, piece, self._scratch(piece))
-                if piece.dtype is divisor.dtype:
-                    quotient = torch.div(piece, divisor, out=divisor)
-                else:
-                    quotient = (piece / divisor).to(piece.dtype)
-                found.append(torch.dot(quotient, piece) / factor)
+                piece = _widened(whole[start : start + CHUNK])
+                quotient = piece / self._divisor(moment, start, piece.numel())
+                found.append(torch.dot(quotient.to(piece.dtype), piece))
         return found
 
     def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -209,19 +199,16 @@ class _GroupDivisor:
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], positions: Sequence[int]
     ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Return the positions of gradients, all their numbers in one dimension, and 1 / (v + c) of each."""
-        kinds: list[object] = [None] * len(positions)
-        if self._are_on_gpu:
-            moments = [self._moments.get(id(parameters[n])) for n in positions]
-            kinds = [
-                (_kind(gradients[n]), moment and _kind(moment.value))
-                for n, moment in zip(positions, moments, strict=True)
-            ]
+        moments = [self._moments.get(id(parameters[n])) for n in positions]
+        kinds = [
+            (gradients[n].dtype, gradients[n].device, moment and _kind(moment))
+            for n, moment in zip(positions, moments, strict=True)
+        ]
         for batch in batches([gradients[n].numel() for n in positions], kinds):
             own = [positions[place] for place in batch]
             flat = flattened([gradients[n] for n in own])
             if id(parameters[own[0]]) not in self._moments:
-                weight = 1.0 / torch.as_tensor(self._mean + self._added)
-                yield own, flat, weight.to(flat.device, flat.dtype).expand(flat.shape)
+                yield own, flat, torch.full_like(flat, 1.0 / (self._mean + self._added))
             else:
                 yield own, flat, self._weights(tuple([id(parameters[n]) for n in own])).to(flat.dtype)
 
@@ -229,11 +216,7 @@ class _GroupDivisor:
         if numbers in self._kept:
             return self._kept[numbers]
         if not self._kept:
-            moments = self._second_moments(numbers)
-            added = self._added
-            return moments.add_(
-                added.to(moments.device) if isinstance(added, Tensor) else added
-            ).reciprocal_()
+            return self._second_moments(numbers).add_(self._added).reciprocal_()
         self._kept[numbers] = torch.cat([self._kept_parts[number] for number in numbers])
         return self._kept[numbers]
 
@@ -244,71 +227,30 @@ class _GroupDivisor:
         return dict(zip(self._elements, parts, strict=True))
 
     def _second_moments(self, numbers: Sequence[int]) -> Tensor:
-        """Return v of parameters, in one dimension."""
+        """Return v of parameters of one kind, in one dimension."""
         moments = [self._moments[number] for number in numbers]
-        flat, factors = flattened([moment.value for moment in moments]), [moment.factor for moment in moments]
-        first = factors[0]
-        if isinstance(first, float) and all(factor == first for factor in factors):
-            return flat.mul_(first) if len(moments) > 1 else flat * first  # Several were copied.
-        sizes = tuple(_real(moment.value).numel() for moment in moments)
-        key = flat.device, sizes
-        if key not in self._sizes:
-            self._sizes[key] = torch.tensor(sizes, device=flat.device)
-        each = _factors(moments, flat.device).to(flat.dtype)
-        return flat * each.repeat_interleave(self._sizes[key], output_size=flat.numel())
+        flat, factor = flattened([moment.value for moment in moments]), moments[0].factor
+        return flat.mul_(factor) if len(moments) > 1 else flat * factor  # Several were copied.
 
     # -- in pieces ----------------------------------------------------------------------------------------
 
     def _divide(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         flat = _widened(_real(gradient.reshape(-1)))
-        divisor, factor = self._divisor(self._moments.get(id(parameter)), slice(None), flat)
-        divided = flat / (divisor * factor).sqrt()
+        divided = flat / self._divisor(self._moments.get(id(parameter)), 0, flat.numel()).sqrt()
         return (torch.view_as_complex(divided.view(-1, 2)) if gradient.is_complex() else divided).view(
             gradient.shape
         )
 
-    def _divisor(
-        self, moment: SecondMoment | None, part: slice, gradient: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, float]:
-        """Return (v + c) / factor for a part of a parameter, and factor.
-
-        The first is `out`, or a new tensor of one dimension, of at least 32 bits.
-        """
+    def _divisor(self, moment: SecondMoment | None, start: int, size: int) -> Tensor:
+        """Return v + c for a part of a parameter, of at least 32 bits."""
         if moment is None:
-            return torch.ones_like(gradient), float(self._mean + self._added)
-        value, factor = _widened(_real(moment.value.reshape(-1))[part]), _number(moment)
-        added = float(self._added) / factor
-        if out is not None and value.dtype is out.dtype:
-            return torch.add(value, added, out=out), factor
-        return value + added, factor
-
-    def _scratch(self, piece: Tensor) -> Tensor:
-        """Return memory for the divisor of a piece: new memory costs as much as to divide."""
-        if self._memory is None or self._memory.dtype is not piece.dtype:
-            self._memory = torch.empty(CHUNK, dtype=piece.dtype)
-        return self._memory[: piece.numel()]
+            return torch.tensor(self._mean + self._added)
+        value = _widened(_real(moment.value.reshape(-1))[start : start + size])
+        return (value * moment.factor).add_(self._added)
 
 
-def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
-    """Return the factors of some parameters: shape (parameters,)."""
-    shared = moments[0].factor
-    if not isinstance(shared, Tensor):
-        return torch.tensor([moment.factor for moment in moments], device=device)
-    positions = [moment.place for moment in moments]
-    start, end = positions[0], positions[0] + len(positions)
-    if positions == list(range(start, end)):
-        return shared[start:end]
-    return torch.stack([shared[position] for position in positions])
-
-
-def _number(moment: SecondMoment) -> float:
-    """Return the factor of a second moment on the CPU."""
-    assert isinstance(moment.factor, float)
-    return moment.factor
-
-
-def _kind(tensor: Tensor) -> object:
-    return tensor.dtype, tensor.device
+def _kind(moment: SecondMoment) -> object:
+    return moment.value.dtype, moment.value.device, moment.factor
 
 
 def _is_small(value: Tensor) -> bool:

@@ -54,19 +54,12 @@ def lr_versions(groups: Iterable[Mapping[str, Any]]) -> list[object]:
 class OptimizerParameters:
     """The parameter groups of an optimizer. Read each time, because groups may be added or replaced."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, *, scales_lr_alone: bool, is_sharded: bool = False
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, is_sharded: bool = False) -> None:
         self._optimizer = optimizer
         self.is_sharded = is_sharded
         """Whether this process has only its part of averaged gradients."""
-        # Other hyperparameters, such as the betas of Adam, must be numbers on the host.
-        self._scales_lr_alone = scales_lr_alone
         self._trainable: list[bool] | None = None
         """Whether each group had a parameter that was not frozen in the last step; None before it."""
-        self._cached: tuple[tuple[list[bool], torch.device], Tensor] | None = None
-        self._with_lr: tuple[list[object], list[bool]] | None = None
-        """Whether the lr of each group is not 0, with the versions of the learning rates."""
 
     def groups(self) -> list[list[Tensor]]:
         """Return the parameters by parameter group."""
@@ -91,16 +84,16 @@ class OptimizerParameters:
             for group in present
         ]
 
-    def has_trainable(self, device: torch.device) -> Tensor:
-        """Return whether each group has a parameter that is not frozen: shape (groups,), on `device`."""
-        return self._on_device(self._trainable_groups(), device)
+    def trainable(self) -> list[bool]:
+        """Return whether each group has a parameter that is not frozen."""
+        return [any(p.requires_grad for p in group) for group in self.groups()]
 
     def record_trainable(self) -> None:
         """Use the parameters that are not frozen now for `trained`, because the optimizer makes a step.
 
         Later, the program may freeze them while it trains parameters of another optimizer.
         """
-        self._trainable = self._trainable_groups()
+        self._trainable = self.trainable()
 
     def trained(self) -> list[bool]:
         """Return whether each group is trained now, so that its gradients count in the gain of all groups.
@@ -122,35 +115,10 @@ class OptimizerParameters:
         """Whether a group is trained now, with a lr that is not 0."""
         return any(self._trainable_with_lr())
 
-    def trained_tensor(self) -> Tensor:
-        """Return `trained` as a tensor on `lr_device`, shape (groups,), without waiting for the device."""
-        if not self.lr_is_on_device:
-            return torch.tensor(self.trained(), dtype=torch.bool)
-        trainable = self._on_device(self._last_trainable(), self.device)
-        rates = torch.stack([group["lr"].reshape(()) for group in self._optimizer.param_groups])
-        trained = trainable & (rates != 0.0)
-        return torch.where(trained.any(), trained, trainable)
-
     @property
     def device(self) -> torch.device:
         """Where the gradients are; the host if there are no parameters."""
         return next((p.device for group in self.groups() for p in group), HOST)
-
-    @property
-    def lr_is_on_device(self) -> bool:
-        """Whether all learning rates are tensors on the device of the gradients.
-
-        Then no number has to be read back to the host to make a step, if the lr is all that a gain changes.
-        """
-        if not self._scales_lr_alone:
-            return False
-        device, rates = self.device, (group["lr"] for group in self._optimizer.param_groups)
-        return all(isinstance(rate, Tensor) and rate.device == device for rate in rates)
-
-    @property
-    def lr_device(self) -> torch.device:
-        """Where estimates and gains are computed: on the device of the learning rates."""
-        return self.device if self.lr_is_on_device else HOST
 
     @property
     def statistics_options(self) -> dict[str, Any]:
@@ -158,29 +126,11 @@ class OptimizerParameters:
         device = self.device
         return {"dtype": accumulation_dtype(device), "device": device}
 
-    def _trainable_groups(self) -> list[bool]:
-        return [any(p.requires_grad for p in group) for group in self.groups()]
-
     def _last_trainable(self) -> list[bool]:
-        known, current = self._trainable or [], self._trainable_groups()
+        known, current = self._trainable or [], self.trainable()
         flags = [*known, *current[len(known) :]]  # The program may have added groups.
         return flags if any(flags) else [True] * len(flags)
 
     def _trainable_with_lr(self) -> list[bool]:
-        return [has and lr for has, lr in zip(self._last_trainable(), self._groups_with_lr(), strict=True)]
-
-    def _groups_with_lr(self) -> list[bool]:
-        versions = lr_versions(self._optimizer.param_groups)
-        if self._with_lr is None or self._with_lr[0] != versions:
-            rates = [group["lr"] for group in self._optimizer.param_groups]
-            if all(isinstance(lr, Tensor) and lr.device == rates[0].device for lr in rates):
-                # Waits for a GPU once.
-                rates = torch.stack([lr.reshape(()) for lr in rates]).tolist() if rates else []
-            self._with_lr = versions, [float(lr) != 0.0 for lr in rates]
-        return self._with_lr[1]
-
-    def _on_device(self, flags: list[bool], device: torch.device) -> Tensor:
-        if self._cached is None or self._cached[0] != (flags, device):
-            # Cached, because the transfer to a GPU waits for it.
-            self._cached = (flags, device), torch.tensor(flags, dtype=torch.bool, device=device)
-        return self._cached[1]
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        return [has and lr != 0.0 for has, lr in zip(self._last_trainable(), rates, strict=True)]

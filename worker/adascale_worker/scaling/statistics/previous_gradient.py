@@ -1,7 +1,7 @@
 """The gradient of the previous step, for the estimate of a single replica without accumulation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,10 +26,9 @@ Parameters = Sequence[Sequence[Tensor]]
 class PreviousStep:
     """The numbers of the step that a previous gradient is from."""
 
-    # squared norms of the gradient, in units of the loss scale squared: shape (groups,)
-    sqr_norms: Tensor
+    sqr_norms: list[float]  # of the gradient of each group, in units of the loss scale squared
     scale: float
-    loss_scale: Tensor  # at the step, shape (); NaN if it could not be determined
+    loss_scale: float  # NaN if it could not be determined
 
 
 class PreviousGradient:
@@ -116,11 +115,7 @@ class PreviousGradient:
             "gradients": [list(group) for group in self._gradients],
             "step_number": self._step_number,
             "defined_groups": self._defined_groups,
-            "step": {
-                "sqr_norms": self.step.sqr_norms.tolist(),
-                "scale": self.step.scale,
-                "loss_scale": self.step.loss_scale.item(),
-            },
+            "step": asdict(self.step),
         }
 
     def load_state_dict(self, state: dict[str, Any] | None, parameters: Parameters) -> None:
@@ -137,12 +132,7 @@ class PreviousGradient:
         ]
         self._step_number = state["step_number"]
         self._defined_groups = state["defined_groups"]
-        step = state["step"]
-        self.step = PreviousStep(
-            torch.tensor(step["sqr_norms"], dtype=torch.float64),
-            step["scale"],
-            torch.tensor(step["loss_scale"], dtype=torch.float64),
-        )
+        self.step = PreviousStep(**state["step"])
 
 
 def _copies(

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from adascale_worker.scaling.statistics.metric import Metric
 from adascale_worker.scaling.statistics.norms import local_shard, norm, sum_of_squares
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters
-from adascale_worker.scaling.statistics.reader import HookedGradients, ReadingTime
+from adascale_worker.scaling.statistics.reader import HookedGradients
 from adascale_worker.scaling.statistics.steps import GainOptions
 from adascale_worker.torch_private.autograd import backward_pass_id
 from adascale_worker.torch_private.distributed import (
@@ -64,9 +64,6 @@ class ShardedGradients(HookedGradients):
 
     # FSDP2 writes .grad, and calls the hooks on accumulated gradients itself: they show the ends of passes.
 
-    def _reading_time(self) -> ReadingTime:
-        return "never"
-
     def _comes_last(self, index: int) -> bool:  # noqa: ARG002
         return True
 
@@ -100,7 +97,7 @@ class ShardedGradients(HookedGradients):
     @property
     def micro_gradients(self) -> int:
         """Micro-gradients that were read in this step on all ranks, each of as many passes; 0 if unknown."""
-        if self._is_incomplete or self.synchronisation_problem() is not None:
+        if self._is_incomplete or self.problem() is not None:
             return 0
         shapes = {tuple(map(len, group.reduced)) for group in self._trained}
         # If a pass did not use all modules, the reductions do not add up to whole micro-gradients.
@@ -109,11 +106,13 @@ class ShardedGradients(HookedGradients):
 
     @property
     def has_read_all(self) -> bool:
-        """Whether all micro-gradients of this rank were read."""
-        return self.micro_gradients > 1
+        """Whether all micro-gradients of this rank were read, if the step has several."""
+        return self._options.micro_gradients == 1 or self.micro_gradients > 1
 
-    def synchronisation_problem(self) -> str | None:
+    def problem(self) -> str | None:
         """Return why micro-gradients cannot be read from this loop, and what to change; None if they can."""
+        if self._options.micro_gradients == 1:
+            return None
         if any(group.mesh.size(-1) == 1 for group in self._fsdp_groups):
             return (
                 "got fully_shard over 1 rank, which has no reduce-scatter to read gradients from; shard over "
