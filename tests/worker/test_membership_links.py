@@ -18,9 +18,9 @@ from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
-from adascale_worker.loop.generations import Membership
+from adascale_worker.loop.generations import Generations
 from adascale_worker.membership import links as membership_links
-from adascale_worker.membership.links import AgentChannel, Formation, MembershipLinks
+from adascale_worker.membership.links import AgentChannel, MembershipLinks
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment, listen, package_version
 from adascale_worker.process.shutdown_request import ShutdownRequest
@@ -67,18 +67,17 @@ class NoState:
     def save_beside(self) -> bool:
         return False
 
-    def synchronize(self, assignment: Assignment, formation: Formation) -> None: ...
 
-
-def membership_of(trainer: socket.socket, listener: socket.socket) -> Membership:
-    """Return the membership of a trainer, with its end of the connection with its agent."""
+def generations_of(trainer: socket.socket) -> Generations:
+    """Return the generations of a trainer, with its end of the connection with its agent."""
     parts = SimpleNamespace(
         group=ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True, peer_timeout=PATIENCE),
         shutdown_request=ShutdownRequest(),
         state=NoState(),
         accelerator="",
+        channel=AgentChannel(trainer),
     )
-    return Membership(cast(Context, parts), AgentChannel(trainer), listener)
+    return Generations(cast(Context, parts))
 
 
 class ScriptedMember:
@@ -336,14 +335,14 @@ def test_a_member_with_another_version_is_refused_with_both_versions(
 def test_a_loss_in_an_earlier_generation_breaks_up_no_later_one(coordinator: Coordinator) -> None:
     generation = coordinator.links.assignment.generation
     agent, trainer = socket.socketpair()
-    with agent, trainer, listen(ADDRESS) as listener:
-        membership = membership_of(trainer, listener)
-        membership._links = coordinator.links
-        membership.peers_lost(generation - 1)
+    with agent, trainer:
+        generations = generations_of(trainer)
+        generations._links = coordinator.links
+        generations.peers_lost(generation - 1)
         coordinator.links.arrive(STATE)
         assert coordinator.changed.wait(PATIENCE)
         assert not coordinator.links.broken
-        membership.peers_lost(generation)
+        generations.peers_lost(generation)
         wait_until(lambda: coordinator.links.broken, "the end of the generation")
 
 
@@ -358,15 +357,16 @@ def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
 
     monkeypatch.setattr(membership_links, "package_version", version_of_thread)
     agent, trainer = socket.socketpair()
-    with agent, trainer, listen(ADDRESS) as listener:
-        membership = membership_of(trainer, listener)
-        membership.start()
+    with agent, trainer:
+        generations = generations_of(trainer)
+        generations.start()
         agent.sendall(encode(coordinator.assignments[1]))
         with pytest.raises(WorkerError) as error:
-            membership.join(NoState().synchronize)
+            generations.enter()
         assert "this replica has version 9.9 of adascale-operator" in str(error.value)
         assert f"have version {own}: use the same image" in str(error.value)
-        membership.close()
+        generations.close()
+        generations._listener.close()
     coordinator.links.arrive(STATE)
     assert coordinator.changed.wait(PATIENCE)
     assert not coordinator.links.broken, "the others continue"

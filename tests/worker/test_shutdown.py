@@ -99,7 +99,7 @@ from types import SimpleNamespace
 from adascale_worker.loop.failures import Failures
 from adascale_worker.process.exit import ProcessExit
 
-ProcessExit().install(Failures(SimpleNamespace(channel="of an agent")))
+ProcessExit().install(Failures(SimpleNamespace(group=SimpleNamespace(is_elastic=True))).end_after)
 try:
     raise RuntimeError("[/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 except RuntimeError as error:

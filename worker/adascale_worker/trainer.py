@@ -873,7 +873,6 @@ class ElasticTrainer:
         A program that ends before its training does fails: by itself it would exit with code 0.
         """
         replica, process_exit = self._replica, self._process_exit
-        channel = replica.channel
         if self._made is not None:
             self._made.stop_watchdog()
         if self._training is not None and process_exit.code is None and not process_exit.failed:
@@ -881,10 +880,9 @@ class ElasticTrainer:
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
                 process_exit.code = exit_code(failure)
-            elif channel is not None:
-                channel.send(Finished())
-        if channel is not None:
-            channel.send(Exiting(process_exit.status))
+            else:
+                replica.channel.send(Finished())
+        replica.channel.send(Exiting(process_exit.status))
         self._stop_writing()
         replica.group.destroy_before_finalization()
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from adascale_worker.gradients.step_times import StepTimes
     from adascale_worker.loop.agreement import LoopDepartures
     from adascale_worker.loop.evaluation import EvaluationSequence
-    from adascale_worker.loop.failures import MemoryShortage
-    from adascale_worker.loop.generations import Membership
+    from adascale_worker.loop.failures import Failures
+    from adascale_worker.loop.generations import Generations
     from adascale_worker.loop.steps import ModelBuffers, Steps, StepUndo
     from adascale_worker.program.optimizers import Optimizers
     from adascale_worker.program.parts import ProgramParts
@@ -220,8 +220,7 @@ class Replica:
         )
         self.snapshot_memory = _open_snapshots(snapshot_files) if processes is None and has_agent else None
         """In the memory of the agent."""
-        self.channel = AgentChannel(agent_socket, replica_store) if has_agent else None
-        """The channel of the agent; None without one."""
+        self.channel = AgentChannel(agent_socket, replica_store)
         self.tracker = tracker
         """Gets the reports too."""
         self.run = RunIdentity(_run_of_job(incarnation))
@@ -229,14 +228,17 @@ class Replica:
 
 
 class Context(Replica):
-    """What the modules of the loop use: each extends it, and so has all of it as its own attributes."""
+    """What the modules of the loop use: each extends it, and so has all of it as its own attributes.
+
+    A module that is made before others gets these by `complete`, before training begins.
+    """
 
     parts: ProgramParts
     loop: ProgramLoop
     program: ProgramState
     optimizer: Optimizers
     undo: ModelBuffers | StepUndo
-    shortage: MemoryShortage
+    failures: Failures
     failure: StepFailure
     division: StepDivision
     times: StepTimes
@@ -246,13 +248,17 @@ class Context(Replica):
     weights: FiniteWeights
     comparison: WeightComparison
     state: State
-    membership: Membership | None  # None without an agent
+    generations: Generations
     departures: LoopDepartures
     evaluations: EvaluationSequence
     steps: Steps
 
     def __init__(self, known: Replica) -> None:
         vars(self).update(vars(known))
+
+    def complete(self, known: Context) -> None:
+        """Use what was made after this module."""
+        vars(self).update({name: vars(known)[name] for name in Context.__annotations__})
 
 
 def _open_snapshots(files: Sequence[str]) -> SnapshotMemory | None:

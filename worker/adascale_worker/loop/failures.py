@@ -54,30 +54,43 @@ MAX_REASON = 200
 """Characters of torch's own message about a lack of memory that are printed."""
 
 
-class MemoryShortage(Context):
-    """Recognizes that a batch does not fit into memory, and limits the batches that follow."""
+class Failures(Context):
+    """Recognizes that a batch does not fit into memory, ends a program that fails, and explains steps that do
+    not end, in a thread that observes the main thread, which calls the constructor.
+    """
 
     limit: int | None = None
     """Of the local batch size, with which the samples of a discarded step follow; None if none do."""
+    _position: tuple[int, bool] | None = None
+    _since = float("-inf")
+    _is_stalled = False
 
-    def handle(self, error: BaseException) -> bool:
+    def __init__(self, known: Context) -> None:
+        super().__init__(known)
+        self._step_timeout = environment.read_step_timeout(os.environ) or math.inf
+        self._main, self._pid = threading.get_ident(), os.getpid()
+        self._is_stopped = threading.Event()
+
+    # -- a lack of memory ---------------------------------------------------------------------------------
+
+    def limits_batches_after(self, error: BaseException) -> bool:
         """Whether `error` means that a batch does not fit, and its samples can follow in smaller batches."""
-        if not self.loop.has_batch or (self.channel is None and self.group.replicas > 1):
+        if not self.loop.has_batch or (self.group.replicas > 1 and not self.group.is_elastic):
             return False
         if self.group.has_mesh:
             # A batch that does not fit into the memory of one process of several ends its replica: its
             # collective calls would not be those of the other processes.
             return False
-        limit = self.limit_after(error)
+        limit = self._limit_after(error)
         if limit is None:
             return False
-        if self.channel is None:
-            self.limit = limit
-        else:
+        if self.group.is_elastic:
             self.group.fail()
+        else:
+            self.limit = limit
         return True
 
-    def limit_after(self, error: BaseException) -> int | None:
+    def _limit_after(self, error: BaseException) -> int | None:
         """Report and return the limit after an error; None if it has another cause, or none is left."""
         if not is_out_of_memory(error):
             return None
@@ -93,33 +106,17 @@ class MemoryShortage(Context):
             return None
         reason = str(error).partition("\n")[0][:MAX_REASON]
         print(f"adascale: {found}: training continues with at most {limit}. {reason}", file=sys.stderr)
-        if self.channel is not None:
-            self.channel.send(Limited(limit))
+        self.channel.send(Limited(limit))
         return limit
 
-
-class Failures(Context):
-    """Ends a program that fails, and explains steps that do not end. See `process.exit.FailingTraining`.
-
-    A thread observes the main thread, which calls the constructor.
-    """
-
-    _position: tuple[int, bool] | None = None
-    _since = float("-inf")
-    _is_stalled = False
-
-    def __init__(self, known: Context) -> None:
-        super().__init__(known)
-        self._step_timeout = environment.read_step_timeout(os.environ) or math.inf
-        self._main, self._pid = threading.get_ident(), os.getpid()
-        self._is_stopped = threading.Event()
+    # -- the end of a program that fails ------------------------------------------------------------------
 
     def end_after(self, error: BaseException, trace: TracebackType | None) -> int | None:
         """Print what an error means that another process continues after, and return the exit code for it;
         None for any other error."""
         line = raising_line(trace)
         if is_lost_peer(error):
-            if self.channel is not None:
+            if self.group.is_elastic:
                 # Without exit functions, which could wait for the lost peer for ever.
                 end_process(
                     EXIT_PEER_LOST,
@@ -144,10 +141,6 @@ class Failures(Context):
         )
         return EXIT_OUT_OF_MEMORY
 
-    def announce_failure(self) -> None:
-        """Announce that an error of the program ends this replica, and so its loop."""
-        self.departures.fail()
-
     def _leave_short_of_memory(self, error: BaseException, trace: TracebackType | None) -> bool:
         """Prepare the end of the process after an error of the program that the lack of memory has caused.
 
@@ -156,9 +149,9 @@ class Failures(Context):
         """
         # An error has ended the trainer's loop.
         is_training = self.loop.place is ProgramPlace.LEFT
-        if self.channel is None or not isinstance(error, Exception) or not is_training:
+        if not self.group.is_elastic or not isinstance(error, Exception) or not is_training:
             return False
-        if not self.failure.lacks_memory and self.shortage.limit_after(error) is None:
+        if not self.failure.lacks_memory and self._limit_after(error) is None:
             return False
         self.group.fail()  # The others need not wait until this process has ended.
         if self.group.is_main and self.group.processes == 1:
@@ -196,7 +189,7 @@ class Failures(Context):
             if self._is_stalled:
                 self._is_stalled = False
                 print(f"adascale: rank {rank} continues", file=sys.stderr, flush=True)
-                self._report_stall("")
+                self.channel.send(Stalled(""))
             return
         seconds = now - self._since
         is_long = seconds >= min(max(WARN_AFTER, WARN_FACTOR * timer.recent_median), self._step_timeout)
@@ -213,7 +206,7 @@ class Failures(Context):
             stack = [] if waits or frame is None else traceback.format_stack(frame)
             sys.stderr.write(f"adascale: no step for {seconds:.0f} s: rank {rank} {place}\n{''.join(stack)}")
             sys.stderr.flush()
-            self._report_stall(WAITS_FOR_OTHERS if waits else f"is at {line}")
+            self.channel.send(Stalled(WAITS_FOR_OTHERS if waits else f"is at {line}"))
         if seconds >= self._step_timeout * (WAITING_FACTOR if waits else 1.0):
             sys.stderr.write(
                 f"adascale: rank {rank} has made no step for {seconds:.0f} s, and the step timeout is "
@@ -242,8 +235,3 @@ class Failures(Context):
             return failure
         self.evaluations.announce_training(is_waiting=True)
         return self.departures.find_failure(step)
-
-    def _report_stall(self, stall: str) -> None:
-        """Report to the agent that no step ends; empty if a step has ended."""
-        if self.channel is not None:
-            self.channel.send(Stalled(stall))

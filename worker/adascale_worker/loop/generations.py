@@ -32,6 +32,7 @@ from adascale_core.messages.channel import (
     TrainerMessage,
     agent_message,
 )
+from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_worker.errors import (
     CheckpointError,
     StorageUnavailableError,
@@ -40,7 +41,7 @@ from adascale_worker.errors import (
 )
 from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.context import Context
-from adascale_worker.membership.links import AgentChannel, Formation, MembershipLinks, PeersLostError
+from adascale_worker.membership.links import Formation, MembershipLinks, PeersLostError
 from adascale_worker.membership.replica_processes import described_error, shared_error
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
@@ -55,21 +56,21 @@ MAX_CONNECTION_TIME: Final = 10.0
 # (`ReplicaGroup.form`), "save" and "leave".
 
 
-class LeaveError(Exception):
-    """This trainer has to leave the job now: it was released, its agent is gone, or it was terminated."""
+SHARED_ERRORS = (UnusableCheckpointError, StorageUnavailableError, CheckpointError, WorkerError)
+"""Errors of a restored checkpoint with which all replicas end, with the same message and exit code."""
 
 
-class Membership(Context):
-    """Forms the groups of generations, as the agent assigns them.
+class Generations(Context):
+    """Enters generations, as the agent assigns them, with the state of the members, and leaves them.
 
-    It receives the messages of the agent, in the first process of a replica, and observes the group. Other
-    processes of a replica enter what the first enters.
+    The first process of a replica receives the messages of the agent. The others enter what it enters.
     """
 
-    def __init__(self, known: Context, channel: AgentChannel, listener: socket.socket) -> None:
+    _listener: socket.socket
+    """To which other members connect."""
+
+    def __init__(self, known: Context) -> None:
         super().__init__(known)
-        self._channel = channel
-        self._listener = listener  # to which other members connect
         self._newest: Assignment | Release | None = None
         """The message of the agent for the newest generation; None before the first."""
         self._refusal: str | None = None
@@ -90,18 +91,35 @@ class Membership(Context):
         """The newest generation that this trainer has tried to enter."""
         self._void = 0
         """The newest generation that the service has ended before or after this trainer entered it."""
-        self.left: set[int] = set()
+        self._left: set[int] = set()
         """Replicas that have left the present generation at an agreed step."""
         self._is_holding = False
-        self._reported: set[TrainerMessage] = set()
-        self._is_joining = False
+        self._sent: set[TrainerMessage] = set()
+        """The messages of `send_once`."""
+        self._is_entering = False
+
+    # -- the first generation -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Enter the first generation: without an agent, with the last checkpoint."""
+        if not self.group.is_elastic:
+            self.state.was_restored = self._load()
+            self._begin()
+            return
+        if os.environ.get(ENV_JOINS_OTHERS) == "1" and not self.group.has_mesh and self.device.type == "cpu":
+            # Before the others wait for it.
+            self.state.prepare_to_receive()
+            self.accumulation.prepare()
+        self.start()
+        self.enter()
 
     def start(self) -> None:
         """Report to the agent that this trainer is ready for its first generation."""
         self.group.watch_processes()
         self.group.observe(self.peers_lost, self.state.save_beside)
-        self._channel.start(self._handle)
-        self._channel.send(Ready(self._listener.getsockname()[1], self.accelerator, os.getpid()))
+        self._listener = listen(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
+        self.channel.start(self._handle)
+        self.channel.send(Ready(self._listener.getsockname()[1], self.accelerator, os.getpid()))
 
     # -- messages of the agent ----------------------------------------------------------------------------
 
@@ -113,20 +131,20 @@ class Membership(Context):
                 self.shutdown_request.make()
             case Hold(generation):
                 self._hold(generation)
-            case Assignment() | Release() if message.generation > self.newest_generation:
+            case Assignment() | Release() if message.generation > self._newest_generation:
                 if isinstance(message, Assignment):
                     self._prepare(message)
                 self._newest = message
 
     @property
-    def newest_generation(self) -> int:
+    def _newest_generation(self) -> int:
         """The newest active generation; 0 before the first."""
         return 0 if self._newest is None else self._newest.generation
 
     @property
     def _change_is_pending(self) -> bool:
         """Whether this trainer has to leave the present generation for a newer one."""
-        return self.newest_generation > self._tried
+        return self._newest_generation > self._tried
 
     def is_ready_for_change(self) -> bool:
         """Whether a change is pending, and replicas that join do not wait for more of the state."""
@@ -157,17 +175,6 @@ class Membership(Context):
             print(f"adascale: replicas that join wait for the state: {error}", flush=True)
         return following.is_sent
 
-    @property
-    def is_released(self) -> bool:
-        """Whether the newest generation is without this trainer."""
-        return self._change_is_pending and isinstance(self._newest, Release)
-
-    def wait_for_generation(self, generation: int) -> None:
-        """Wait until the agent has sent a message for `generation`, or members are lost: in the leader."""
-        while self.group.own.is_leader and self.newest_generation < generation and not self.group.has_failed:
-            self._require_agent()
-            self._channel.wait(POLL)
-
     def _prepare(self, assignment: Assignment) -> None:
         """Accept the connections of the members of a generation."""
         previous, self._next_links = self._next_links, None
@@ -184,7 +191,7 @@ class Membership(Context):
 
     def _hold(self, generation: int) -> None:
         """Leave a generation that the service has ended, and report the state that this trainer has."""
-        if generation < max(self._tried, self.newest_generation):
+        if generation < max(self._tried, self._newest_generation):
             return
         self._void = generation
         self.group.fail(generation)
@@ -198,7 +205,7 @@ class Membership(Context):
             self.group.fail(links.assignment.generation)
             if self._is_holding:
                 self._report_holding()
-        self._channel.notify()
+        self.channel.notify()
 
     def peers_lost(self, generation: int) -> None:
         """Let the other members know that a generation cannot continue."""
@@ -210,28 +217,28 @@ class Membership(Context):
         """Report that this trainer waits for another generation, unless it was terminated and leaves."""
         if self.shutdown_request.is_made:
             return
-        lost, links = set(self.left), self._links  # read once, since this is called in several threads
+        lost, links = set(self._left), self._links  # read once, since this is called in several threads
         if links is not None:
             lost |= links.lost
         self._is_holding = True
         generation = max(self._tried, self._void)
         number = self.state.number
         step = None if number is None else number[1]
-        self._channel.send(Holding(generation, step, tuple(sorted(lost))))
+        self.channel.send(Holding(generation, step, tuple(sorted(lost))))
 
     # -- entering a generation ----------------------------------------------------------------------------
 
-    def join(self, synchronize: Callable[[Assignment, Formation], None]) -> None:
-        """Enter the newest generation, whose members `synchronize` gives the same state.
+    def enter(self) -> None:
+        """Enter the newest generation, and get the same state as its other members.
 
         Waits for it if the present one was tried already, and for another one while members are lost.
         """
-        self._is_joining = True
+        self._is_entering = True
         form = self._form if self.group.own.is_leader else self._follow_leader
         while True:
             try:
                 assignment, formation = form()
-                synchronize(assignment, formation)
+                self._synchronize(assignment, formation)
                 if self.group.has_failed:
                     raise PeersLostError
             except PeersLostError:
@@ -240,28 +247,28 @@ class Membership(Context):
                 self.group.fail()
                 self.peers_lost(self._tried)
                 continue
-            self._is_joining = self._is_holding = False
-            self._channel.send(Running(assignment.generation))
+            self._is_entering = self._is_holding = False
+            self.channel.send(Running(assignment.generation))
             return
 
     def _wait_for_assignment(self) -> Assignment:
-        if self.newest_generation <= max(self._tried, self._void) > 0:
+        if self._newest_generation <= max(self._tried, self._void) > 0:
             self._report_holding()
         while True:
             if self._refusal is not None:
                 raise WorkerError(self._refusal)
             if self.shutdown_request.is_made:
                 self._save_before_leaving()
-                self.leave()
+                self._leave()
             newest = self._newest
             if newest is not None and newest.generation > max(self._tried, self._void):
                 if isinstance(newest, Release):
                     if newest.last:
                         self._save_before_leaving()
-                    self.leave()
+                    self._leave()
                 return newest
             self._require_agent()
-            self._channel.wait(POLL)
+            self.channel.wait(POLL)
 
     def _save_before_leaving(self) -> None:
         self.group.own.share(["save"])
@@ -283,7 +290,7 @@ class Membership(Context):
             if links is None or links.assignment is not assignment:
                 raise PeersLostError  # a newer assignment has arrived
             self._next_links = None
-        self.left.clear()
+        self._left.clear()
         self._links = links
         if (following := self.state.following) is not None:
             if links is not None and links is self._sends_to and not links.broken:
@@ -314,7 +321,7 @@ class Membership(Context):
                 store, port = self.group.open_store(links.assignment.members[0].address)
                 links.announce_store(port)
             else:
-                self._channel.wait(POLL)
+                self.channel.wait(POLL)
         return store, links.formation
 
     def _receive_state(self, links: MembershipLinks, following: StateFollowing) -> None:
@@ -324,7 +331,7 @@ class Membership(Context):
             proof = links.follow(listener.getsockname()[1]).encode()
             while not links.has_arrived(0):
                 self._require_undisturbed(links)
-                self._channel.wait(POLL)
+                self.channel.wait(POLL)
                 try:
                     connection, _ = listener.accept()
                 except OSError:
@@ -341,7 +348,7 @@ class Membership(Context):
                 case ["form", text, port, states, secret]:
                     break
                 case ["leave"]:
-                    raise LeaveError
+                    self.exit(EXIT_REENTRY)
                 case _:
                     self.state.save_alone()
         assignment, formation = agent_message(text), Formation.of(port, states)
@@ -363,79 +370,10 @@ class Membership(Context):
         self._require_agent()
 
     def _require_agent(self) -> None:
-        if self._channel.is_closed:
-            self.leave()
+        if self.channel.is_closed:
+            self._leave()
 
-    # -- the end ------------------------------------------------------------------------------------------
-
-    def report(self, message: TrainerMessage) -> None:
-        """Send a message to the agent, once."""
-        if message not in self._reported:
-            self._reported.add(message)
-            self._channel.send(message)
-
-    def close(self) -> None:
-        """Send `leave` to the other members."""
-        self.group.observe(None, None)
-        if self.state.following is not None:
-            self.state.following.stop()
-        self._close_earlier_links()
-        for links in (self._links, self._next_links):
-            if links is not None:
-                links.close()
-
-    def leave(self) -> NoReturn:
-        """Send `leave` to the other members, and raise `LeaveError`."""
-        if self._is_joining:
-            self.group.own.share(["leave"])
-        self.close()
-        raise LeaveError
-
-
-def _secret_of(assignment: Assignment) -> str:
-    return assignment.secret or environment.read_secret(os.environ)
-
-
-def _has_sent(connection: socket.socket, proof: bytes) -> bool:
-    """Whether the other end of a new connection proves that it knows the secret of the job."""
-    connection.settimeout(1.0)
-    try:
-        return hmac.compare_digest(connection.recv(len(proof), socket.MSG_WAITALL), proof)
-    except OSError:
-        return False
-
-
-SHARED_ERRORS = (UnusableCheckpointError, StorageUnavailableError, CheckpointError, WorkerError)
-"""Errors of a restored checkpoint with which all replicas end, with the same message and exit code."""
-
-
-class Generations(Context):
-    """Enters and leaves generations."""
-
-    # -- the first generation -----------------------------------------------------------------------------
-
-    def begin_alone(self) -> None:
-        """Restore the last checkpoint, and begin, without an agent. A collective call."""
-        self.state.was_restored = self._load()
-        self._begin()
-
-    def prepare_to_receive(self) -> None:
-        """Prepare memory for the state of the other replicas and for gradients, before they wait."""
-        if self.device.type == "cpu":
-            self.state.prepare_to_receive()
-            self.accumulation.prepare()
-
-    # -- entering -----------------------------------------------------------------------------------------
-
-    def enter(self) -> None:
-        """Enter the newest generation of this trainer, and get the state of its members."""
-        assert self.membership is not None
-        try:
-            self.membership.join(self.synchronize)
-        except LeaveError:
-            self.exit(EXIT_REENTRY)
-
-    def synchronize(self, assignment: Assignment, formation: Formation) -> None:
+    def _synchronize(self, assignment: Assignment, formation: Formation) -> None:
         """Give all members of a generation whose group is formed the same state."""
         group, steps, trained = self.group, self.steps, self.program.trained
         self.job.adopt(assignment.env)
@@ -539,7 +477,7 @@ class Generations(Context):
         the service has to begin a later generation.
         """
         last, info = self.checkpointing.manifest, self.state.info()
-        if self.channel is None or last is None or last.incarnation != info.incarnation:
+        if not self.group.is_elastic or last is None or last.incarnation != info.incarnation:
             return False
         if last.generation <= info.generation:
             return False
@@ -565,8 +503,8 @@ class Generations(Context):
 
     def retry_in_smaller_batches(self) -> None:
         """Deliver the samples of a step that lacked memory again, in smaller batches. Without an agent."""
-        self.job.limit_local_bsz(self.shortage.limit)
-        self.shortage.limit = None
+        self.job.limit_local_bsz(self.failures.limit)
+        self.failures.limit = None
         self.steps.discard()
         self.failure.clear()
         release_memory()
@@ -574,48 +512,75 @@ class Generations(Context):
 
     def change(self) -> None:
         """Do what the members have agreed on: terminated members leave, or all enter a newer generation."""
-        membership, group = self.membership, self.group
-        assert membership is not None
-        rows = group.gather([self.shutdown_request.is_made, membership.newest_generation])
-        leaving = {rank for rank, row in enumerate(rows) if row[0]}
+        group = self.group
+        rows = group.gather([self.shutdown_request.is_made, self._newest_generation])
+        terminated = leaving = {rank for rank, row in enumerate(rows) if row[0]}
+        if not terminated:
+            newest = max(row[1] for row in rows)
+            while group.own.is_leader and self._newest_generation < newest and not group.has_failed:
+                self._require_agent()
+                self.channel.wait(POLL)
+            is_released = self._change_is_pending and isinstance(self._newest, Release)
+            leaving = {rank for rank, released in enumerate(group.gather(is_released)) if released}
         if leaving:
             self.report()
-            if len(leaving) == group.replicas:
-                # Else the others keep the state.
-                self.state.save_if_possible()
-            if group.rank in leaving:
-                self._leave(membership)
-            membership.left |= {group.indices[rank] for rank in leaving}
-        else:
-            try:
-                membership.wait_for_generation(max(row[1] for row in rows))
-            except LeaveError:
-                self.exit(EXIT_REENTRY)
-            released = group.gather(membership.is_released)
-            if all(released):
-                self.state.save_if_possible()
-            if released[group.rank]:
-                self.report()
-                self._leave(membership)
+        if len(leaving) == group.replicas:
+            # Else the others keep the state.
+            self.state.save_if_possible()
+        if group.rank in leaving:
+            self._leave()
+        self._left |= {group.indices[rank] for rank in terminated}
         self.enter()
+
+    # -- the end ------------------------------------------------------------------------------------------
 
     def report(self) -> None:
         """Report the present step to the metrics service."""
         self.telemetry.report(self.planner.plan, self.progress, self.optimizer)
 
-    # -- leaving ------------------------------------------------------------------------------------------
+    def send_once(self, message: TrainerMessage) -> None:
+        """Send a message to the agent, if it was not sent before."""
+        if message not in self._sent:
+            self._sent.add(message)
+            self.channel.send(message)
 
-    def _leave(self, membership: Membership) -> NoReturn:
-        membership.close()
+    def close(self) -> None:
+        """Send `leave` to the other members."""
+        self.group.observe(None, None)
+        if self.state.following is not None:
+            self.state.following.stop()
+        self._close_earlier_links()
+        for links in (self._links, self._next_links):
+            if links is not None:
+                links.close()
+
+    def _leave(self) -> NoReturn:
+        """Leave the job: this trainer was released or terminated, or its agent is gone."""
+        if self._is_entering:
+            self.group.own.share(["leave"])
+        self.close()
         self.exit(EXIT_REENTRY)
 
     def exit(self, code: int) -> NoReturn:
         """End the process with an exit code, after the program's own handler for a signal was called."""
-        if self.membership is not None and self.shutdown_request.is_made:
-            self.membership.report(Terminated())
+        if self.shutdown_request.is_made:
+            self.send_once(Terminated())
         self.telemetry.close()
         self.group.destroy()
         # The handler may end the program.
         self.process_exit.code = code
         self.shutdown_request.call_program_handler()
         self.process_exit.exit(code)
+
+
+def _secret_of(assignment: Assignment) -> str:
+    return assignment.secret or environment.read_secret(os.environ)
+
+
+def _has_sent(connection: socket.socket, proof: bytes) -> bool:
+    """Whether the other end of a new connection proves that it knows the secret of the job."""
+    connection.settimeout(1.0)
+    try:
+        return hmac.compare_digest(connection.recv(len(proof), socket.MSG_WAITALL), proof)
+    except OSError:
+        return False

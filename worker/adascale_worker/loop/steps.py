@@ -336,8 +336,7 @@ class Steps(Context):
             self.optimizer,
             is_divided=is_divided,
         )
-        if self.membership is not None:
-            self.membership.report(Stepped(self.group.generation))
+        self.generations.send_once(Stepped(self.group.generation))
         try:
             self._agree(flags)
             self.telemetry.compare(self.slow, self.progress.step)
@@ -479,13 +478,13 @@ class Steps(Context):
 
     def _requests(self) -> Requests:
         """Return what this replica requests. What becomes due with time is requested by rank 0 only."""
-        signaled, membership = self.shutdown_request.is_made, self.membership
-        if signaled and membership is not None:
-            membership.report(Terminated())
+        signaled = self.shutdown_request.is_made
+        if signaled:
+            self.generations.send_once(Terminated())
         requests = Requests(
             exit=signaled,
             finish=self.finish_reason is not None,
-            change=membership is not None and membership.is_ready_for_change(),
+            change=self.generations.is_ready_for_change(),
         )
         if self.group.is_main:
             requests.save = self.checkpointing.is_due

@@ -10,7 +10,6 @@ local batch size.
 from __future__ import annotations
 
 import math
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import TrainingSaved
-from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.micro_batches import LoadedBatches
@@ -38,14 +36,13 @@ from adascale_worker.gradients.step_times import StepTimes
 from adascale_worker.loop.agreement import LoopDepartures
 from adascale_worker.loop.context import Context, Replica, make_reporter
 from adascale_worker.loop.evaluation import EvaluationSequence
-from adascale_worker.loop.failures import Failures, MemoryShortage
-from adascale_worker.loop.generations import Generations, Membership
+from adascale_worker.loop.failures import Failures
+from adascale_worker.loop.generations import Generations
 from adascale_worker.loop.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.loop.steps import ModelBuffers, SeveralOptimizers, Steps, StepUndo
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import DeviceClock, find_fault
-from adascale_worker.process.environment import listen
 from adascale_worker.process.user_code import calling_line, warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
@@ -120,7 +117,7 @@ class Training(Context):
         self.parts, self.loop = parts, ProgramLoop()
         self._make_program(registered, hyperparameters, scaler)
         self._make_gradients()
-        is_saved = self.checkpointing.enabled or self.channel is not None
+        is_saved = self.checkpointing.enabled or group.is_elastic
         self.feed = DataFeed(settings.bounds, group, self.seed, progress, self.division, is_saved=is_saved)
         times, tracker = self.times.sync_time, self.tracker
         self.telemetry = Telemetry(
@@ -129,16 +126,13 @@ class Training(Context):
         self.weights = FiniteWeights(self.optimizer, settings.max_nonfinite_steps, group)
         self.comparison = WeightComparison(parts.model, self.optimizer, group)
         self.state = self._make_state()
-        self.membership = None
-        if self.channel is not None:
-            listener = listen(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
-            self.membership = Membership(self, self.channel, listener)
         self.departures = LoopDepartures(group)
         self.evaluations = EvaluationSequence(self)
         kind = SeveralOptimizers if parts.are_several else Steps
-        self.steps = kind(self)
         self.generations = Generations(self)
-        self._failures = Failures(self)
+        self.steps = kind(self)
+        for module in (self.failures, self.generations, self.evaluations):
+            module.complete(self)
         self._undo = ExitStack()
         """Undoes what affects the whole process."""
 
@@ -183,8 +177,8 @@ class Training(Context):
         """Let the models and backward passes average gradients."""
         parts, group, planner = self.parts, self.group, self.planner
         self.undo = StepUndo(self.program, self.progress) if parts.are_several else ModelBuffers(parts.model)
-        self.shortage = MemoryShortage(self)
-        self.failure = StepFailure(group, self.shortage.handle, self.undo.revert_progress)
+        self.failures = Failures(self)
+        self.failure = StepFailure(group, self.failures.limits_batches_after, self.undo.revert_progress)
         self.division = StepDivision(
             lambda: planner.bounds,
             is_allowed=self.job.settings.single_replica_gain == "divided" and not group.has_mesh,
@@ -236,14 +230,9 @@ class Training(Context):
     def enter(self) -> None:
         """Restore the state of training, in the first generation of this trainer."""
         self._undo.callback(guard_backward(self.failure, self.accumulation))
-        if self.membership is None:
-            self.generations.begin_alone()
-            return
-        self._require_sound_devices()
-        if os.environ.get(ENV_JOINS_OTHERS) == "1" and not self.group.has_mesh:
-            self.generations.prepare_to_receive()
-        self.membership.start()
-        self.generations.enter()
+        if self.group.is_elastic:
+            self._require_sound_devices()
+        self.generations.begin()
 
     def _require_sound_devices(self) -> None:
         """Check the device of each process of this replica before the agent registers it."""
@@ -274,9 +263,9 @@ class Training(Context):
         self._undo.callback(
             refuse_other_training(self.parts, self.group, self.loop, lambda: self.accumulation.has_stepped)
         )
-        self._failures.start_watchdog()
+        self.failures.start_watchdog()
         shutdown_request = self.shutdown_request
-        if self.membership is not None:
+        if self.group.is_elastic:
             shutdown_request.install(signal.SIGTERM)
         elif self.checkpointing.enabled:
             if threading.current_thread() is not threading.main_thread():
@@ -287,17 +276,16 @@ class Training(Context):
             # Of a terminal that is closed, unless the program was started by nohup.
             hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
             shutdown_request.install(signal.SIGTERM, signal.SIGINT, *hangup)
-        self.process_exit.install(self._failures)
+        self.process_exit.install(self.failures.end_after, self.departures.fail)
 
     def stop_watchdog(self) -> None:
         """Do not observe the main thread any more. May be called again."""
-        self._failures.stop_watchdog()
+        self.failures.stop_watchdog()
 
     def leave(self) -> None:
         """Post outstanding reports, and leave the other members."""
         self.telemetry.close()
-        if self.membership is not None:
-            self.membership.close()
+        self.generations.close()
 
     def close(self) -> None:
         """Undo what affects the whole process."""
@@ -387,7 +375,7 @@ class Training(Context):
                 # Includes batches for which the program made no step.
                 progress.end_step()
             try:
-                if self.shortage.limit is not None:
+                if self.failures.limit is not None:
                     self.generations.retry_in_smaller_batches()
                 elif self.group.has_failed:
                     self.generations.recover()
@@ -419,7 +407,7 @@ class Training(Context):
             self.steps.finish_together()
             self._save_final()
             return
-        if agreed.exit and self.channel is None:
+        if agreed.exit and not self.group.is_elastic:
             self._save_and_exit()
         if agreed.exit or agreed.change:
             if agreed.change and not self.has_grown:
@@ -587,7 +575,7 @@ class Training(Context):
         """
         if not self.checkpointing.has_final:
             self._save_final()
-        elif self.channel is not None:
+        else:
             self.channel.send(TrainingSaved())
 
     def _save_final(self) -> None:
@@ -603,8 +591,7 @@ class Training(Context):
             except PeersLostError:
                 self.generations.recover()
         self.loop.overtaken_epoch = None
-        if self.channel is not None:
-            self.channel.send(TrainingSaved())
+        self.channel.send(TrainingSaved())
         if self.group.generation == 0:
             # The rest of the program, for example an evaluation, has no step at which it could exit.
             self.shutdown_request.uninstall()

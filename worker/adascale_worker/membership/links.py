@@ -61,13 +61,13 @@ MAX_PENDING: Final = 256
 class AgentChannel:
     """Receives messages of the agent in a thread, and sends messages to it.
 
-    Only the first process of a replica has a connection. The others leave a limit of the batch size in a file
-    beside that in which they find each other; the agent reads it at the end.
+    Only the first process of a replica has a connection, and without an agent none. The others leave a limit
+    of the batch size in a file beside that in which they find each other; the agent reads it at the end.
     """
 
     def __init__(self, channel: socket.socket | None, replica_store: str | None = None) -> None:
         self._socket = channel
-        self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
+        self._limit = None if replica_store is None else Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
         self._changed = threading.Event()
         self.is_closed = False
         """Whether the agent has closed the connection."""
@@ -101,7 +101,7 @@ class AgentChannel:
         with self._sending, contextlib.suppress(OSError):
             if self._socket is not None:
                 self._socket.sendall(encode(message))
-            elif isinstance(message, Limited):
+            elif self._limit is not None and isinstance(message, Limited):
                 # Another process may write its own at the same time.
                 draft = self._limit.with_name(f"{self._limit.name}-{os.getpid()}")
                 draft.write_bytes(encode(message))

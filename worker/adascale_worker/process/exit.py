@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from adascale_core.errors import AdaScaleError
 from adascale_worker.errors import exit_code
@@ -34,15 +34,9 @@ def end_process(code: int, message: str = "") -> NoReturn:
     os._exit(code)
 
 
-class FailingTraining(Protocol):
-    """What an uncaught error of the program means for its training."""
-
-    def end_after(self, error: BaseException, trace: TracebackType | None) -> int | None:
-        """Print what an error means that another process continues after, and return the exit code for it;
-        None for any other error."""
-
-    def announce_failure(self) -> None:
-        """Let the other replicas know that this one ends because of an error of its program."""
+EndAfter = Callable[[BaseException, TracebackType | None], int | None]
+"""Prints what an error means that another process continues after, and returns the exit code for it; None for
+any other error."""
 
 
 class ProcessExit:
@@ -55,7 +49,8 @@ class ProcessExit:
         self.code: int | None = None
         """The exit code. None lets the interpreter finalize and exit with its own code."""
         self._of_program: object = None
-        self._training: FailingTraining | None = None
+        self._end_after: EndAfter | None = None
+        self._announce_failure: Callable[[], None] | None = None
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._pid = os.getpid()
         atexit.register(self._end)
@@ -80,12 +75,16 @@ class ProcessExit:
 
     # -- the end of the program ---------------------------------------------------------------------------
 
-    def install(self, training: FailingTraining | None = None) -> None:
-        """Handle uncaught errors; with `training`, record the argument of `sys.exit`, `exit` and `quit`."""
+    def install(
+        self,
+        end_after: EndAfter | None = None,
+        announce_failure: Callable[[], None] | None = None,  # before the program ends by an error of its own
+    ) -> None:
+        """Handle uncaught errors; of a training, record the argument of `sys.exit`, `exit` and `quit` too."""
         if not self._replaced:
             self._replace(sys, "excepthook", functools.partial(self._handle, sys.excepthook))
-        if training is not None and self._training is None:
-            self._training = training
+        if end_after is not None and self._end_after is None:
+            self._end_after, self._announce_failure = end_after, announce_failure
             # Exit functions do not get the exit code. That of a program that raises SystemExit itself is
             # known to its agent only.
             self._replace(sys, "exit", self._exit)
@@ -98,7 +97,7 @@ class ProcessExit:
             if getattr(owner, name) == replacement:
                 setattr(owner, name, original)
         self._replaced.clear()
-        self._training = None
+        self._end_after = self._announce_failure = None
 
     @property
     def failed(self) -> bool:
@@ -125,8 +124,8 @@ class ProcessExit:
     def _exit(self, code: object = None, /) -> NoReturn:
         self._of_program = code
         # Before exit functions run, which can take long.
-        if code not in (None, 0) and self._training is not None and os.getpid() == self._pid:
-            self._training.announce_failure()
+        if code not in (None, 0) and self._announce_failure is not None and os.getpid() == self._pid:
+            self._announce_failure()
         raise SystemExit(code)
 
     def _handle(
@@ -138,7 +137,7 @@ class ProcessExit:
     ) -> None:
         """Give an error of AdaScale, and one that the loss of a peer or a lack of memory has caused, its exit
         code, and a message without a traceback."""
-        if self._training is not None and (code := self._training.end_after(error, trace)) is not None:
+        if self._end_after is not None and (code := self._end_after(error, trace)) is not None:
             self.code = code
             return
         if isinstance(error, AdaScaleError):
@@ -147,6 +146,6 @@ class ProcessExit:
             sys.stderr.write(f"adascale: {error}{f' ({line})' if line else ''}\n")
             self.code = exit_code(error)
             return
-        if self._training is not None:
-            self._training.announce_failure()
+        if self._announce_failure is not None:
+            self._announce_failure()
         previous(kind, error, trace)
