@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.process.device import DeviceClock, PendingTimes
+from adascale_worker.process.device import DeviceClock, Span
 from adascale_worker.reporting.progress import StepTimer
 from support.training import WAITS
 
@@ -32,11 +32,9 @@ def test_the_clock_of_the_host_measures_what_has_happened_between_two_marks() ->
 
 
 def test_a_measurement_has_the_time_of_all_its_spans() -> None:
-    pending: PendingTimes[str] = PendingTimes(DeviceClock())
-    pending.add("exchanges", (1.0, 2.0), (5.0, 5.5))
-    pending.add("none")
-    assert list(pending.take()) == [("exchanges", 1.5), ("none", 0.0)]
-    assert list(pending.take()) == []
+    pending: deque[tuple[str, list[Span]]] = deque([("exchanges", [(1.0, 2.0), (5.0, 5.5)]), ("none", [])])
+    assert list(DeviceClock().take(pending)) == [("exchanges", 1.5), ("none", 0.0)]
+    assert not pending
 
 
 @pytest.fixture

@@ -25,11 +25,9 @@ def test_buffers_are_those_before_the_discarded_step_not_those_of_an_earlier_one
     buffers = ModelBuffers(network)
     for _ in range(3):
         buffers.begin_step()
-        buffers.record()
         before = {name: buffer.clone() for name, buffer in network.named_buffers()}
-        network(torch.randn(8, 3))
-        buffers.record()
-        network(torch.randn(8, 3))
+        for _ in range(2):
+            network(torch.randn(8, 3))
     buffers.restore()
     after = dict(network.named_buffers())
     assert all(torch.equal(after[name], before[name]) for name in before), "BatchNorm's too"
@@ -38,7 +36,7 @@ def test_buffers_are_those_before_the_discarded_step_not_those_of_an_earlier_one
 def test_a_buffer_that_a_forward_pass_has_replaced_is_put_back() -> None:
     network = Network()
     buffers = ModelBuffers(network)
-    buffers.record()
+    buffers.begin_step()
     before = network.calls
     network.calls = network.calls + 1
     network(torch.randn(8, 3))

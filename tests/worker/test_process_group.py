@@ -163,7 +163,6 @@ def test_a_group_fails_also_if_its_communicator_cannot_be_aborted(
     group = ReplicaGroup(RankAssignment(0, 2), torch.device("cuda"), is_elastic=True)
     group._formed, group._share_a_gpu = True, False
     monkeypatch.setattr(process_group, "abort_process_group", lambda _: torch.ones(2) + torch.ones(3))
-    monkeypatch.setattr(gloo, "end_stuck_collectives", lambda *_: None)
     group.fail()
     assert group.has_failed
     assert "NCCL was not aborted: The size of tensor a (2)" in capsys.readouterr().err
@@ -172,13 +171,13 @@ def test_a_group_fails_also_if_its_communicator_cannot_be_aborted(
 def test_a_failure_that_is_noticed_late_ends_no_later_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     group = ReplicaGroup(RankAssignment(0, 2), torch.device("cpu"), is_elastic=True)
     lost: list[int] = []
-    group.observe(lost.append, bool)
+    group.observe(lost.append)
     group.generation = 3
 
     def form_the_next(*_: object) -> None:
         group.generation = 4
 
-    monkeypatch.setattr(gloo, "end_stuck_collectives", form_the_next)
+    monkeypatch.setattr(gloo, "shut_down", form_the_next)
     group.fail(2)
     assert (group.has_failed, lost) == (False, [])
     group.fail(3)
@@ -199,7 +198,6 @@ def test_a_communicator_is_not_destroyed_while_it_is_aborted_nor_aborted_after_t
 
     destroys = threading.Thread(target=group.destroy)
     monkeypatch.setattr(process_group, "abort_process_group", abort)
-    monkeypatch.setattr(gloo, "end_stuck_collectives", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: events.append("destroyed"))
     group.fail()

@@ -2,67 +2,45 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator
+import itertools
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from adascale_worker.membership.replica_processes import CHECKS, ReplicaProcesses
-from support.launch import wait_until
+from adascale_worker.membership.replica_processes import ReplicaProcesses
 
-TIMEOUT = 0.2
-Watch = Callable[[int], ReplicaProcesses]
+CHECKS = 10
 
 
-@pytest.fixture
-def ended() -> queue.SimpleQueue[int]:
-    """Gets the index of each process that is taken for frozen."""
-    return queue.SimpleQueue()
+@pytest.fixture(autouse=True)
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each sign of life have a time of its own."""
+    ticks, utime = itertools.count(1), os.utime
+    monkeypatch.setattr(os, "utime", lambda path, *_: utime(path, ns=(tick := next(ticks), tick)))
 
 
-@pytest.fixture
-def watch(tmp_path: Path, ended: queue.SimpleQueue[int]) -> Iterator[Watch]:
-    made: list[ReplicaProcesses] = []
-
-    def start(process: int) -> ReplicaProcesses:
-        made.append(ReplicaProcesses(process, 3, torch.device("cpu")))
-        made[-1].watch(str(tmp_path / "alive"), TIMEOUT, lambda other, _: ended.put(other))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.close()
+def process_of(folder: Path, rank: int) -> ReplicaProcesses:
+    process = ReplicaProcesses(rank, 3, torch.device("cpu"))
+    process.show_signs(str(folder / "alive"))
+    return process
 
 
-def look(path: Path) -> None:
-    """Wait until the process of a file has looked often enough to notice that another one is frozen."""
-    seen: set[int] = set()
-
-    def has_looked() -> bool:
-        seen.add(path.stat().st_mtime_ns)
-        return len(seen) > 2 * CHECKS
-
-    wait_until(has_looked, "the process looks")
-
-
-def test_a_process_that_shows_no_sign_of_life_is_noticed(
-    tmp_path: Path, watch: Watch, ended: queue.SimpleQueue[int]
-) -> None:
+def test_a_process_that_shows_no_sign_of_life_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "alive-2").touch()  # a process that was frozen then
-    watch(0)
-    watch(1)
-    assert ended.get(timeout=60) == 2
+    processes = [process_of(tmp_path, rank) for rank in (0, 1)]
+    found = [[process.find_frozen(CHECKS) for process in processes] for _ in range(CHECKS + 2)]
+    assert found == [[None, None]] * CHECKS + [[2, 2]] * 2
 
 
-def test_processes_that_run_have_not_begun_or_have_stopped_are_not_taken_for_frozen(
-    tmp_path: Path, watch: Watch, ended: queue.SimpleQueue[int]
-) -> None:
-    watch(0)
-    look(tmp_path / "alive-0")
-    other = watch(1)
-    look(tmp_path / "alive-0")
+def test_processes_that_run_have_not_begun_or_have_stopped_are_not_taken_for_frozen(tmp_path: Path) -> None:
+    first = process_of(tmp_path, 0)
+    assert {first.find_frozen(CHECKS) for _ in range(2 * CHECKS)} == {None}
+    other = process_of(tmp_path, 1)
+    for _ in range(2 * CHECKS):
+        assert first.find_frozen(CHECKS) is None
+        assert other.find_frozen(CHECKS) is None
     other.close()
-    look(tmp_path / "alive-0")
-    assert ended.empty()
+    assert not (tmp_path / "alive-1").exists()
+    assert {first.find_frozen(CHECKS) for _ in range(2 * CHECKS)} == {None}

@@ -24,7 +24,6 @@ from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.reporting import reports as reporter_module
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter, Telemetry, require_metrics
-from adascale_worker.reporting.trackers import RunIdentity
 from api.client import TOKEN
 from support.launch import wait_until
 from support.service import Service
@@ -316,9 +315,10 @@ def test_another_rank_0_continues_the_run_of_a_tracker_after_the_one_before_has_
     trackers = [RecordingTracker(), RecordingTracker()]
     groups = [ReplicaGroup(RankAssignment(rank, 2), torch.device("cpu")) for rank in (0, 1)]
     both = [
-        Telemetry(BatchBounds(8), group, lambda: None, tracker=tracker, run=RunIdentity("job"))
-        for group, tracker in zip(groups, trackers, strict=True)
+        Telemetry(BatchBounds(8), group, lambda: None, tracker=tracker, run=run)
+        for group, tracker, run in zip(groups, trackers, ("job", None), strict=True)
     ]
+    both[1].load_state_dict(both[0].state_dict())
 
     def begin_and_report(step: int) -> None:
         for telemetry in both:

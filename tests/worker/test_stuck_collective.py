@@ -12,15 +12,25 @@ PROGRAM = """
 import os, sys, tempfile, threading, time
 import torch
 import torch.distributed as dist
-from adascale_worker.membership import gloo
+from types import SimpleNamespace
+from adascale_worker.loop import failures
 
-gloo.POLL_INTERVAL, gloo._MAX_CPU_TIME = 0.05, 0.001
+failures.POLL_INTERVAL, failures._MAX_CPU_TIME = 0.05, 0.001
 store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 2)
 
 
 def end_otherwise():
-    time.sleep(3 * gloo.POLL_INTERVAL * gloo.CHECKS)
+    time.sleep(3 * failures.POLL_INTERVAL * failures.CHECKS)
     os._exit(5)
+
+
+def watch(over, save):
+    group = SimpleNamespace(
+        has_failed=not over, is_forming=False, processes=1, generation=1, peer_timeout=5.0,
+        own=SimpleNamespace(find_frozen=lambda checks: None),
+    )
+    state = SimpleNamespace(save_beside=save)
+    failures.Failures(SimpleNamespace(group=group, state=state, device=torch.device("cpu"))).start()
 
 threading.Thread(target=end_otherwise, daemon=True).start()
 """
@@ -33,11 +43,11 @@ if os.fork() == 0:
         time.sleep(0.05)
     os._exit(0)
 dist.init_process_group("gloo", store=store, rank=0, world_size=2)
-gloo.end_stuck_collectives(lambda: {over}, lambda: {saved})
+watch({over}, lambda: {saved})
 dist.all_reduce(torch.zeros(1))
 """
 COMPUTES = """
-gloo.end_stuck_collectives(lambda: False, lambda: True)
+watch(False, lambda: True)
 x = torch.ones(300, 300, requires_grad=True)
 while True:
     y = x
@@ -50,14 +60,14 @@ WAITS_FOR_A_GPU = """
 method = "import hashlib\\ndef synchronize(): hashlib.pbkdf2_hmac('sha256', b'', b'', {iterations})"
 module = {{"__name__": {module!r}}}
 exec(method, module)
-gloo.end_stuck_collectives(lambda: False, lambda: True)
+watch(False, lambda: True)
 while True:
     module["synchronize"]()
 """
 LONG = 2**31 - 1
 STREAM, EVENT = torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize
 SLEEPS = """
-gloo.end_stuck_collectives(lambda: False, lambda: True)
+watch(False, lambda: True)
 time.sleep(100)
 """
 

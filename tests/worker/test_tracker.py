@@ -14,7 +14,6 @@ from adascale_core.messages.reports import GainReport
 from adascale_worker.errors import WorkerError
 from adascale_worker.reporting.trackers import (
     MLflow,
-    RunIdentity,
     TensorBoard,
     TrackedRun,
     WeightsAndBiases,
@@ -119,7 +118,7 @@ class Failing:
 
 def test_a_tracker_that_fails_does_not_end_training(capsys: pytest.CaptureFixture[str]) -> None:
     tracker = Failing()
-    run = TrackedRun(tracker, RunIdentity("job"))
+    run = TrackedRun(tracker, "job")
     for step in range(1, 2001):
         run.report(replace(REPORT, step=step))
     run.close()
@@ -135,18 +134,11 @@ def test_a_tracker_that_does_not_answer_delays_the_end_for_a_limited_time() -> N
         def begin(self, run: str, step: int, progress: float) -> None:
             time.sleep(60)
 
-    run = TrackedRun(Silent(), RunIdentity("job"))
+    run = TrackedRun(Silent(), "job")
     run.report(REPORT)
     began = time.monotonic()
     run.close(timeout=0.1)
     assert time.monotonic() - began < 30
-
-
-def test_the_id_of_a_run_is_that_of_the_restored_state() -> None:
-    saved, other = RunIdentity("default.digits-1"), RunIdentity()
-    assert RunIdentity().id != other.id
-    other.load_state_dict(saved.state_dict())
-    assert other.id == "default.digits-1"
 
 
 @pytest.mark.parametrize(

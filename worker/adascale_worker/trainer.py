@@ -874,7 +874,7 @@ class ElasticTrainer:
         """
         replica, process_exit = self._replica, self._process_exit
         if self._made is not None:
-            self._made.stop_watchdog()
+            self._made.failures.watches_steps = False
         if self._training is not None and process_exit.code is None and not process_exit.failed:
             failure = self._training.end_of_program()
             if failure is not None:

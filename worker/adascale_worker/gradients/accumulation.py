@@ -283,7 +283,6 @@ def patch_forward(
     group: ReplicaGroup,
     failure: StepFailure,
     accumulation: Accumulation,
-    record_buffers: Callable[[], None],  # before the first forward pass of a step
 ) -> None:
     """Replace the forward of a model while it trains: its first call prepares a step."""
     original = call_of(model)
@@ -291,8 +290,6 @@ def patch_forward(
     def prepare() -> None:
         if not group.has_mesh:
             accumulation.note_trained()
-        if group.is_elastic or group.replicas == 1:
-            record_buffers()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not model.training or is_traced():

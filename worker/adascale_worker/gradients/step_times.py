@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.performance.slow_replica import RecentTimes, TypicalTime
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.device import DeviceClock, PendingTimes
+from adascale_worker.process.device import MAX_PENDING, DeviceClock, Span
 
 Place = tuple[int, BatchPlan]
 """The generation and the batch plan of a step: times are compared within these."""
@@ -25,16 +26,16 @@ class StepTimes:
     def __init__(self, group: ReplicaGroup, clock: DeviceClock) -> None:
         self._group = group
         self._clock = clock
-        self._exchanges: list[tuple[Any, Any]] = []
+        self._exchanges: list[Span] = []
         """The exchanges of the present step: marks of the clock at their beginning and end."""
-        self._exchanged: PendingTimes[None] = PendingTimes(clock)
+        self._exchanged: deque[tuple[None, list[Span]]] = deque(maxlen=MAX_PENDING)
         self._sync_time: float | None = None
-        self._spans: list[tuple[Any, Any]] = []
+        self._spans: list[Span] = []
         """Those of the computation."""
         self._since: Any = None
         """Mark of the clock at the beginning of the present span; None while it is suspended."""
         self._is_running = self._is_complete = False
-        self._computed: PendingTimes[Place] = PendingTimes(clock)
+        self._computed: deque[tuple[Place, list[Span]]] = deque(maxlen=MAX_PENDING)
         self._recent = RecentTimes()
         self._place: Place | None = None
 
@@ -49,9 +50,9 @@ class StepTimes:
     def begin_step(self) -> None:
         """Use the times that were measured in the steps before."""
         if self._exchanges:
-            self._exchanged.add(None, *self._exchanges)
-            self._exchanges.clear()
-        for _, seconds in self._exchanged.take():
+            self._exchanged.append((None, self._exchanges))
+            self._exchanges = []
+        for _, seconds in self._clock.take(self._exchanged):
             self._sync_time = seconds
 
     def sync_time(self) -> float | None:
@@ -103,8 +104,8 @@ class StepTimes:
             self._place = place
             self._recent.clear()
         if counts and self._is_complete:
-            self._computed.add(place, *self._spans)
-        for measured_in, seconds in self._computed.take():
+            self._computed.append((place, self._spans))
+        for measured_in, seconds in self._clock.take(self._computed):
             if measured_in == place:
                 self._recent.add(seconds)
         self._is_running = self._is_complete = False

@@ -30,7 +30,7 @@ from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter
-from adascale_worker.reporting.trackers import RunIdentity, Tracker
+from adascale_worker.reporting.trackers import Tracker
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
@@ -223,8 +223,8 @@ class Replica:
         self.channel = AgentChannel(agent_socket, replica_store)
         self.tracker = tracker
         """Gets the reports too."""
-        self.run = RunIdentity(_run_of_job(incarnation))
-        """In the tracker."""
+        self.run = _run_of_job(incarnation)
+        """The id of the job's run in the tracker; None for any."""
 
 
 class Context(Replica):

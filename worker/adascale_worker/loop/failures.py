@@ -1,10 +1,10 @@
 """What an error of the program, a lack of memory or a step that does not end means for the replicas.
 
-A thread of each trainer compares the time since the last step with the steps before. If it is far longer, it
-reports where the main thread is: a replica that waits in a collective call says so, and a replica that is
-elsewhere is behind and prints its stack. With a step timeout, the replica that is behind ends its process.
-The others keep the state and continue, and the process that replaces it gets the state from them, or from the
-last checkpoint if no other replica has it.
+A thread of each trainer observes its main thread. If the time since the last step is far longer than that of
+the steps before, it reports where the main thread is: a replica that waits in a collective call says so, and
+a replica that is elsewhere is behind and prints its stack. With a step timeout, the replica that is behind
+ends its process. The others keep the state and continue, and the process that replaces it gets the state from
+them, or from the last checkpoint if no other replica has it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
+from types import FrameType, TracebackType
 
-from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_SINGLE_REPLICA
+import torch
+
+from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY, EXIT_SINGLE_REPLICA
 from adascale_core.messages.channel import Limited, Stalled
 from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_worker.gradients.step_failure import is_out_of_memory, kind_of, release_memory
@@ -35,20 +37,29 @@ WARN_FACTOR = 10.0
 """...and multiples of the median step time."""
 EXPLAIN_AFTER = 5.0
 """Seconds without a step after which a replica that waits for others looks for the reason."""
-POLL_INTERVAL = 1.0
-"""Seconds between two checks of the main thread."""
+POLL_INTERVAL = 0.5
+"""Seconds between two checks of the main thread, and of the other processes of the replica."""
+CHECKS = 10
+"""Number of checks in succession that must find the main thread waiting at the same place, after members were
+lost. No duration is measured, because time passes also while the process is frozen."""
+_MAX_CPU_TIME = 0.01
+"""Seconds of processor time between two checks, below which a thread waits."""
 WAITING_FACTOR = 1.5
 """A replica that only waits for the others ends its process after this multiple of the step timeout."""
 
+_DEVICE_MODULE = "torch.cuda.streams"
+"""Its functions wait for the kernels of a GPU, of which one may wait for others. CUDA may use the processor
+while it waits."""
 _COLLECTIVE_MODULES = (
+    _DEVICE_MODULE,
     "torch.autograd",
     "torch.distributed",
     "torch.nn.parallel",
-    "torch.cuda.streams",
-    "adascale_worker",
+    "adascale_worker.membership.process_group",
+    "adascale_worker.membership.replica_processes",
+    "adascale_worker.scaling.statistics",
 )
-"""Modules whose functions wait for other replicas, on a GPU for kernels that do. Others that they call, such
-as a data set, do not."""
+"""Modules whose functions wait for other replicas. Others that they call, such as a data set, do not."""
 
 MAX_REASON = 200
 """Characters of torch's own message about a lack of memory that are printed."""
@@ -59,6 +70,9 @@ class Failures(Context):
     not end, in a thread that observes the main thread, which calls the constructor.
     """
 
+    watches_steps = False
+    """Whether it explains steps."""
+
     limit: int | None = None
     """Of the local batch size, with which the samples of a discarded step follow; None if none do."""
     _position: tuple[int, bool] | None = None
@@ -68,8 +82,11 @@ class Failures(Context):
     def __init__(self, known: Context) -> None:
         super().__init__(known)
         self._step_timeout = environment.read_step_timeout(os.environ) or math.inf
-        self._main, self._pid = threading.get_ident(), os.getpid()
+        self._main = threading.current_thread()
         self._is_stopped = threading.Event()
+        self._waits_at: object = None
+        """Where the main thread was at the last check after members were lost, if it may wait for them."""
+        self._used, self._checks = 0.0, 0
 
     # -- a lack of memory ---------------------------------------------------------------------------------
 
@@ -165,20 +182,84 @@ class Failures(Context):
                 print(f"adascale: the state was not saved: {failure}", file=sys.stderr)
         return True
 
-    # -- steps that do not end ----------------------------------------------------------------------------
+    # -- the thread ---------------------------------------------------------------------------------------
 
-    def start_watchdog(self) -> None:
-        """Observe the main thread."""
+    def start(self) -> None:
+        """Observe the main thread, and the other processes of this replica."""
         threading.Thread(target=self._watch, name="adascale-watchdog", daemon=True).start()
 
-    def stop_watchdog(self) -> None:
-        """Do not observe the main thread any more. May be called again."""
+    def stop(self) -> None:
+        """Do not observe them any more. May be called again."""
         self._is_stopped.set()
 
     def _watch(self) -> None:
-        while not self._is_stopped.wait(POLL_INTERVAL):
-            if os.getpid() == self._pid:
+        timeout = self.group.peer_timeout
+        checks = int(timeout / POLL_INTERVAL) if math.isfinite(timeout) else 0
+        while not self._is_stopped.wait(POLL_INTERVAL) and self._main.is_alive():
+            if self.watches_steps:
                 self.look(time.monotonic())
+            self._end_if_stuck()
+            frozen = self.group.own.find_frozen(checks)
+            if frozen is not None:
+                # The main thread waits for the other process.
+                end_process(
+                    EXIT_PEER_LOST,
+                    f"process {frozen} of this replica has shown no sign of life for {timeout:g} s: ending "
+                    "the replica, so that another one joins the others",
+                )
+
+    # -- collective calls that do not end -----------------------------------------------------------------
+
+    def _end_if_stuck(self) -> None:
+        """End this process if members are lost, and the main thread stays in a call that waits for them."""
+        place, before = self._waiting_place(), self._waits_at
+        self._waits_at = place
+        self._checks = self._checks + 1 if place is not None and place == before else 0
+        if self._checks < CHECKS:
+            return
+        sys.stderr.write(
+            f"adascale: a peer was lost, and the collective call that waited for it has not ended within "
+            f"{CHECKS * POLL_INTERVAL:g} s: ending this process, so that another one joins the others\n"
+        )
+        code = EXIT_PEER_LOST
+        try:
+            if self._save_beside():
+                code = EXIT_REENTRY
+        finally:
+            # The main thread does not return to Python.
+            end_process(code)
+
+    def _waiting_place(self) -> object:
+        """Return where the main thread may wait for members that are lost; None if it does not.
+
+        In a replica of several processes, it may wait for the others of them.
+        """
+        group = self.group
+        before, self._used = self._used, time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
+        if not group.has_failed or group.is_forming or group.processes > 1:
+            return None
+        frame, module = self._frame()
+        if module == _DEVICE_MODULE:
+            # While it is kept, no later call has the same frame. It has no tensors.
+            return frame
+        is_idle = self._used - before < _MAX_CPU_TIME
+        if frame is None or not is_idle or not module.startswith(_COLLECTIVE_MODULES):
+            return None
+        return group.generation, id(frame), frame.f_lasti
+
+    def _save_beside(self) -> bool:
+        """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
+        if self.device.type != "cuda":
+            return self.state.save_beside()
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            return self.state.save_beside()
+
+    def _frame(self) -> tuple[FrameType | None, str]:
+        """Return the frame of the main thread, and its module."""
+        frame = sys._current_frames().get(self._main.ident or 0)
+        return frame, "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+    # -- steps that do not end ----------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
         """Check whether the main thread has made a step, at a time of a monotonic clock."""
@@ -202,7 +283,7 @@ class Failures(Context):
         if is_long and not self._is_stalled:
             self._is_stalled = True
             place = f"waits for the others, at {line}" if waits else f"is at {line}. Its stack:"
-            frame = sys._current_frames().get(self._main)
+            frame, _ = self._frame()
             stack = [] if waits or frame is None else traceback.format_stack(frame)
             sys.stderr.write(f"adascale: no step for {seconds:.0f} s: rank {rank} {place}\n{''.join(stack)}")
             sys.stderr.flush()
@@ -218,8 +299,7 @@ class Failures(Context):
 
     def _place_of_program(self) -> tuple[str, bool]:
         """Return where the program is (`train.py, line 41, in load`), and whether it waits for others."""
-        frame = sys._current_frames().get(self._main)
-        module = frame.f_globals.get("__name__", "") if frame is not None else ""
+        frame, module = self._frame()
         waits = self.group.replicas > 1 and module.startswith(_COLLECTIVE_MODULES)
         while frame is not None and is_own(frame) and frame.f_back is not None:
             frame = frame.f_back

@@ -116,7 +116,7 @@ class Generations(Context):
     def start(self) -> None:
         """Report to the agent that this trainer is ready for its first generation."""
         self.group.watch_processes()
-        self.group.observe(self.peers_lost, self.state.save_beside)
+        self.group.observe(self.peers_lost)
         self._listener = listen(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
         self.channel.start(self._handle)
         self.channel.send(Ready(self._listener.getsockname()[1], self.accelerator, os.getpid()))
@@ -546,7 +546,7 @@ class Generations(Context):
 
     def close(self) -> None:
         """Send `leave` to the other members."""
-        self.group.observe(None, None)
+        self.group.observe(None)
         if self.state.following is not None:
             self.state.following.stop()
         self._close_earlier_links()

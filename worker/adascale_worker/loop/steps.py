@@ -70,9 +70,6 @@ class StepUndo:
         }
         self.state, self._memory = _copied(state, self._memory)
 
-    def record(self) -> None:
-        """Do nothing at a forward pass: everything is copied before."""
-
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""
         self.state = None
@@ -123,17 +120,11 @@ class ModelBuffers:
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._places: list[tuple[torch.nn.Module, str, Tensor]] = []
         """Module, name, buffer: a forward pass may assign another tensor to the name."""
-        self._is_recorded = False
+        self._is_inside_step = False
 
     def begin_step(self) -> None:
-        """Let the next call of `record` copy the buffers."""
-        self._is_recorded = False
-
-    def record(self) -> None:
-        """Copy the buffers, at the first forward pass of a step."""
-        if self._is_recorded:
-            return
-        self._is_recorded = True
+        """Copy the buffers, at the beginning of a step."""
+        self._is_inside_step = True
         copies = {}
         self._places = list(self._buffers())
         for _, name, buffer in self._places:
@@ -146,14 +137,18 @@ class ModelBuffers:
             copies[id(buffer)] = known
         self._copies = copies
 
+    def forget(self) -> None:
+        """Keep the changes, because the step is complete."""
+        self._is_inside_step = False
+
     def revert_progress(self) -> None:
         """Do nothing: only a step that succeeds changes the progress."""
 
     def restore(self) -> None:
-        """Put the buffers back that have changed since the first forward pass of this step."""
-        if not self._is_recorded:
+        """Put the buffers back that have changed in this step."""
+        if not self._is_inside_step:
             return
-        self._is_recorded = False
+        self._is_inside_step = False
         with torch.no_grad():
             for buffer, copied, version in self._copies.values():
                 if version < 0 or version_of(buffer) != version:
@@ -161,8 +156,6 @@ class ModelBuffers:
         for module, name, buffer in self._places:
             if getattr(module, name, None) is not buffer:
                 setattr(module, name, buffer)
-        self._copies.clear()
-        self._places.clear()
 
     def _buffers(self) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
         for module in self._model.modules():
@@ -178,8 +171,7 @@ def _version(name: str, buffer: Tensor) -> int:
 class Steps(Context):
     """Makes the steps of the replicas together, counts them, and lets the replicas agree on what follows.
 
-    `begin_step` is called for each step; `begin_batch` and `end_batch` around what the
-    program does for each batch. `discard` puts a failed step back. `leave` ends a loop, `end_epoch` an epoch.
+    With several optimizers, a step is counted when the first makes its own, and ends with the batch.
     """
 
     step_calls = 0  # calls of `optimizer.step()` so far
@@ -213,8 +205,11 @@ class Steps(Context):
 
     @property
     def made_step(self) -> bool:
-        """Whether the last `optimizer.step()` has changed the weights."""
-        return self._has_changed
+        """Whether the last `optimizer.step()` has changed the weights.
+
+        With several optimizers, its step may be discarded since.
+        """
+        return self._has_changed and not (self.parts.are_several and self.failure.is_discarded)
 
     # -- the program --------------------------------------------------------------------------------------
 
@@ -243,16 +238,16 @@ class Steps(Context):
         if self.step_calls <= CHECKED_CALLS:
             require_registered_scaler(self.program.registered.values())
         if self.failure.is_discarded:
-            self._skip_discarded()
+            self._discard_in_step()
             return
-        accumulation = self.accumulation
+        accumulation, are_several = self.accumulation, self.parts.are_several
         lacks_pass = not accumulation.passes and not accumulation.has_stepped
         part.check_step(accumulation.kept_micro_batches, is_inside=self.loop.has_batch)
         if not accumulation.at_last_micro_batch:
             part.finish_micro_batch(accumulation.micro_weight)
             self._end_micro_batch()
             return
-        if not self.parts.are_several:
+        if not are_several:
             accumulation.weights.check_step()
         if lacks_pass:
             self._agree_without_pass()
@@ -272,11 +267,22 @@ class Steps(Context):
         except (RuntimeError, PeersLostError) as error:
             if not self.failure.peers_lost(error):
                 raise
-            self._skip_discarded()
+            self._discard_in_step()
             return
         part.finish_step()
         self._has_changed = True
-        self._finish_step(part, flags)
+        if self._leads(part):
+            if not are_several:
+                # What this step has changed stays, also if members are lost before the next.
+                self.undo.forget()
+                self.planner.finished_step()
+            self._count(flags)
+        if are_several and self._finished_in == accumulation.batch:
+            # `finish` has saved the state between the steps of two optimizers.
+            if self.group.replicas > 1:
+                self.save_finish()
+            else:
+                self.state.save(final=True)
 
     def skip_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step of an optimizer whose gradients are not finite, without making it."""
@@ -293,30 +299,30 @@ class Steps(Context):
         """Whether an optimizer is the first, which makes a step for each batch."""
         return part is self.accumulation.parts[0]
 
-    def _skip_discarded(self) -> None:
-        """Make no step, because it is discarded."""
-        self.discard()
+    def _discard_in_step(self) -> None:
+        """Make no step, because it is discarded; with several optimizers, `discard` follows the batch."""
+        if not self.parts.are_several:
+            self.discard()
 
     def _end_micro_batch(self) -> None:
-        """Count a micro-batch for which an optimizer has made its part."""
-        self.accumulation.advance()
+        """Count a micro-batch for which an optimizer has made its part; with several, the batch ends it."""
+        if not self.parts.are_several:
+            self.accumulation.advance()
 
     def _follow_trained(self, part: OptimizerGradients) -> None:
         """Wait for what was exchanged, and train the parameters that require gradients now."""
+        trained, step = self.program.trained, self.progress.step
+        if self.parts.are_several:
+            self.group.commit()
+            part.statistics.restart_groups_of(trained.follow(step, part.parameters))
+            return
         self.accumulation.weights.exchange_later()
         self.group.commit()
-        changed = self.program.trained.follow(self.progress.step)
+        changed = trained.follow(step)
         part.drop_frozen(changed)
         if changed:
             part.statistics.restart_groups_of(changed)
             warn_of_parameters_outside(self.parts.model, self.optimizer)
-
-    def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:  # noqa: ARG002
-        """Count the step that an optimizer has made. The replica has requested `flags` in it."""
-        # What this step has changed stays, also if members are lost before the next.
-        self.undo.begin_step()
-        self.planner.finished_step()
-        self._count(flags)
 
     def _count(self, flags: tuple[float, ...]) -> None:
         """Count a step, in which this replica has requested `flags`, and agree on what to do after it."""
@@ -372,23 +378,30 @@ class Steps(Context):
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Use the buffers of rank 0, and let the next forward pass copy them. A collective call."""
-        self.undo.begin_step()
-        self.times.begin_step()
-        self._copy_buffers(self.parts.model.buffers())
+        """Use the buffers of rank 0, such as BatchNorm's statistics, and copy what the step may change.
 
-    def _copy_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """Use the buffers of rank 0, such as BatchNorm's statistics, on all replicas."""
-        tensors = list(buffers)
-        if tensors and self.group.replicas > 1 and not self.group.has_mesh:
+        A collective call.
+        """
+        group = self.group
+        if self.parts.are_several:
+            # Gradients are averaged for the trained parameters, which have to be the same on all replicas.
+            self.program.trained.agree(self.progress.step)
+        else:
+            self.times.begin_step()
+        buffers = list(self.parts.model.buffers())
+        if buffers and group.replicas > 1 and not group.has_mesh:
             self.times.suspend()
-            self.group.copy_from_rank_0(tensors)
+            group.copy_from_rank_0(buffers)
             self.times.resume()
+        if group.is_elastic or group.replicas == 1:
+            self.undo.begin_step()
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""
         self._is_open = True
         self.accumulation.begin_batch()
+        if self.parts.are_several:
+            self.times.begin_step()
 
     def end_batch(self) -> None:
         """Complete what the program has done for its last batch."""
@@ -413,7 +426,10 @@ class Steps(Context):
         self.departures.leave_out(self.progress.step, calling_line())
 
     def _complete_batch(self) -> None:
-        """Leave out a step that the program has left out, on all replicas."""
+        """End the step of several optimizers, or leave out one that the program has left out."""
+        if self.parts.are_several:
+            self._complete_batch_of_several()
+            return
         if self.accumulation.at_first_micro_batch or not self.accumulation.passes:
             return
         if self.group.replicas > 1 and not self.accumulation.at_last_micro_batch:
@@ -426,12 +442,39 @@ class Steps(Context):
         # The program does not want the mean gradient, which is the same on all replicas, or a part of it.
         self.accumulation.restart_step()
 
+    def _complete_batch_of_several(self) -> None:
+        parts, accumulation = self.accumulation.parts, self.accumulation
+        if parts[0].has_stepped:
+            if accumulation.at_last_micro_batch:
+                for part in parts:
+                    if not part.has_stepped:
+                        part.check_micro_batches(0)
+            if accumulation.advance():
+                self.undo.forget()
+                self.planner.finished_step()
+        elif stepped := [part.name for part in parts if part.has_stepped]:
+            raise WorkerError(
+                f"the optimizer {stepped[0]!r} made a step for a batch for which the first one, "
+                f"{parts[0].name!r}, made none: a step is counted when the first optimizer makes its "
+                "own, so it has to make one for each batch. Pass the optimizer that makes the most steps "
+                "as the first"
+            )
+        elif (
+            accumulation.micro_batch
+            and accumulation.at_last_micro_batch
+            and any(part.is_averaged for part in parts)
+        ):
+            # The program does not want the mean gradients, which are the same on all replicas.
+            accumulation.restart_step()
+
     def discard(self) -> None:
         """Put back what an unfinished step has changed, so that its samples are delivered again."""
         self.accumulation.restart_step()
         self.undo.restore()
         self.progress.in_step = 0
         self._is_open = False
+        if self.parts.are_several:
+            self._has_changed = False
 
     def leave(self) -> None:
         """Put a failed step back: the loop, which would do so before its next batch, has ended."""
@@ -441,9 +484,6 @@ class Steps(Context):
     def mark_finish(self) -> None:
         """Record that the program has called `finish`, perhaps between the steps of two optimizers."""
         self._finished_in = self.accumulation.batch if self._is_open else None
-
-    def end_epoch(self) -> None:
-        """Keep the last step of an epoch."""
 
     # -- what the replicas agree on -----------------------------------------------------------------------
 
@@ -550,82 +590,3 @@ class Steps(Context):
         """Use a batch plan, whose scale is S, from the next step on."""
         self.accumulation.set_plan(plan, scale)
         self.times.begin_timing()
-
-
-class SeveralOptimizers(Steps):
-    """Makes steps with several optimizers. A step is counted when the first of them makes its own."""
-
-    undo: StepUndo
-
-    @property
-    def made_step(self) -> bool:
-        """Whether the last `step()` has changed the weights, and its step is not discarded since."""
-        return self._has_changed and not self.failure.is_discarded
-
-    def _skip_discarded(self) -> None:
-        """Do nothing: the state is put back before the next batch."""
-
-    def _end_micro_batch(self) -> None:
-        """Do nothing: it ends when the program requests the next."""
-
-    def _follow_trained(self, part: OptimizerGradients) -> None:
-        self.group.commit()
-        changed = self.program.trained.follow(self.progress.step, part.parameters)
-        part.statistics.restart_groups_of(changed)
-
-    def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:
-        if self._leads(part):
-            self._count(flags)
-        if self._finished_in == self.accumulation.batch:
-            # `finish` has saved the state between the steps of two optimizers.
-            if self.group.replicas > 1:
-                self.save_finish()
-            else:
-                self.state.save(final=True)
-
-    def begin_step(self) -> None:
-        """Copy the state, after the replicas have agreed on the trained parameters. A collective call."""
-        # Gradients are averaged for the trained parameters, which have to be the same on all replicas.
-        self.program.trained.agree(self.progress.step)
-        # The buffers of rank 0, such as BatchNorm's statistics, count on all replicas.
-        self._copy_buffers(self.parts.model.buffers())
-        self.undo.begin_step()
-
-    def begin_batch(self) -> None:
-        """Prepare for a batch, which the program gets next."""
-        super().begin_batch()
-        self.times.begin_step()
-
-    def _complete_batch(self) -> None:
-        parts, accumulation = self.accumulation.parts, self.accumulation
-        if parts[0].has_stepped:
-            if accumulation.at_last_micro_batch:
-                for part in parts:
-                    if not part.has_stepped:
-                        part.check_micro_batches(0)
-            if accumulation.advance():
-                self.undo.forget()
-                self.planner.finished_step()
-        elif stepped := [part.name for part in parts if part.has_stepped]:
-            raise WorkerError(
-                f"the optimizer {stepped[0]!r} made a step for a batch for which the first one, "
-                f"{parts[0].name!r}, made none: a step is counted when the first optimizer makes its "
-                "own, so it has to make one for each batch. Pass the optimizer that makes the most steps "
-                "as the first"
-            )
-        elif (
-            accumulation.micro_batch
-            and accumulation.at_last_micro_batch
-            and any(part.is_averaged for part in parts)
-        ):
-            # The program does not want the mean gradients, which are the same on all replicas.
-            accumulation.restart_step()
-
-    def discard(self) -> None:
-        """Put the state from before the step back."""
-        super().discard()
-        self._has_changed = False
-
-    def end_epoch(self) -> None:
-        """Keep the last step: one without its last micro-batch has changed no weights."""
-        self.undo.forget()

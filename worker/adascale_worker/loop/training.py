@@ -39,7 +39,7 @@ from adascale_worker.loop.evaluation import EvaluationSequence
 from adascale_worker.loop.failures import Failures
 from adascale_worker.loop.generations import Generations
 from adascale_worker.loop.loss_scaling import patch_scaler, scaler_of
-from adascale_worker.loop.steps import ModelBuffers, SeveralOptimizers, Steps, StepUndo
+from adascale_worker.loop.steps import ModelBuffers, Steps, StepUndo
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import DeviceClock, find_fault
@@ -128,9 +128,8 @@ class Training(Context):
         self.state = self._make_state()
         self.departures = LoopDepartures(group)
         self.evaluations = EvaluationSequence(self)
-        kind = SeveralOptimizers if parts.are_several else Steps
         self.generations = Generations(self)
-        self.steps = kind(self)
+        self.steps = Steps(self)
         for module in (self.failures, self.generations, self.evaluations):
             module.complete(self)
         self._undo = ExitStack()
@@ -202,7 +201,7 @@ class Training(Context):
             lambda: self.progress.step,
         )
         for model in parts.models:
-            patch_forward(model, group, self.failure, self.accumulation, self.undo.record)
+            patch_forward(model, group, self.failure, self.accumulation)
 
     def _make_state(self) -> State:
         saved: dict[str, TrainerPart] = {
@@ -211,7 +210,7 @@ class Training(Context):
             "data": self.feed,
             "step_times": self.telemetry.step_timer,
             "division": self.division,
-            "run": self.telemetry.run,
+            "run": self.telemetry,
             "attributes": ModuleAttributes(self.program.model),
         }
         return State(
@@ -230,6 +229,7 @@ class Training(Context):
     def enter(self) -> None:
         """Restore the state of training, in the first generation of this trainer."""
         self._undo.callback(guard_backward(self.failure, self.accumulation))
+        self.failures.start()
         if self.group.is_elastic:
             self._require_sound_devices()
         self.generations.begin()
@@ -263,7 +263,7 @@ class Training(Context):
         self._undo.callback(
             refuse_other_training(self.parts, self.group, self.loop, lambda: self.accumulation.has_stepped)
         )
-        self.failures.start_watchdog()
+        self.failures.watches_steps = True
         shutdown_request = self.shutdown_request
         if self.group.is_elastic:
             shutdown_request.install(signal.SIGTERM)
@@ -278,10 +278,6 @@ class Training(Context):
             shutdown_request.install(signal.SIGTERM, signal.SIGINT, *hangup)
         self.process_exit.install(self.failures.end_after, self.departures.fail)
 
-    def stop_watchdog(self) -> None:
-        """Do not observe the main thread any more. May be called again."""
-        self.failures.stop_watchdog()
-
     def leave(self) -> None:
         """Post outstanding reports, and leave the other members."""
         self.telemetry.close()
@@ -290,7 +286,7 @@ class Training(Context):
     def close(self) -> None:
         """Undo what affects the whole process."""
         self.feed.close()
-        self.stop_watchdog()
+        self.failures.stop()
         self._undo.close()
 
     # -- batches ------------------------------------------------------------------------------------------
@@ -492,7 +488,8 @@ class Training(Context):
         self.program.rates.begin_epoch()
         self.steps.end_batch()
         self._leave_loop(early=True)
-        self.steps.end_epoch()
+        # Of several optimizers, a step without its last micro-batch has changed no weights.
+        self.undo.forget()
         self.departures.wait()
         if epoch == loop.overtaken_epoch:
             # The state is already that of the end of this epoch.

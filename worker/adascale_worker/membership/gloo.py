@@ -4,8 +4,8 @@
   fails. They are found among the descriptors of the process: those that appear while the group is made, and
   of which one end is a port that a member's Gloo listens on.
 - There is one wait that this does not end: the peer's permission to send arrives just before the sockets are
-  shut down, the send fails, and nothing reports that to the thread which waits for it. Then the state is
-  saved, and the process ends.
+  shut down, the send fails, and nothing reports that to the thread which waits for it. `loop.failures` then
+  ends the process.
 - A thread of Gloo can still hold tensors of the last collective when the caller has its result, and needs the
   GIL to release them. A thread that asks for the GIL while the interpreter is finalized aborts the process
   ("terminate called without an active exception", github.com/pytorch/pytorch/pull/179291).
@@ -17,15 +17,9 @@ import contextlib
 import errno
 import os
 import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
-
-from adascale_core.failures import EXIT_PEER_LOST, EXIT_REENTRY
-from adascale_worker.process.exit import end_process
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
@@ -152,74 +146,3 @@ def _activity(name: str) -> dict[str, tuple[str, str]]:
                 status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
                 found[task.name] = (status["State"].split()[0], status["voluntary_ctxt_switches"].strip())
     return found
-
-
-POLL_INTERVAL: Final = 0.5
-"""Seconds between two checks of the main thread."""
-CHECKS: Final = 10
-"""Number of checks in succession that must find the main thread waiting at the same place. No duration is
-measured, because time passes also while the process is frozen."""
-_MAX_CPU_TIME: Final = 0.01
-"""Seconds of processor time between two checks, below which a thread waits."""
-_MODULES: Final = (
-    "torch.autograd",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "adascale_worker.membership.process_group",
-    "adascale_worker.membership.replica_processes",
-    "adascale_worker.scaling.statistics",
-)
-"""Modules whose functions call collectives. The checkpoint, which waits for a disk, is not among them."""
-_DEVICE_MODULES: Final = ("torch.cuda.streams",)
-"""Modules whose functions wait for the kernels of a GPU, of which one may wait for a lost peer. CUDA may use
-the processor while it waits."""
-
-
-def end_stuck_collectives(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
-    """Start a thread that ends the process if the main thread waits in a collective call and stays there.
-
-    It ends when `has_ended` returns true: the generation that has failed is over. It calls `save` before it
-    ends the process, which returns whether the state is saved.
-    """
-    name = "adascale-stuck-collective"
-    threading.Thread(target=_watch, args=(has_ended, save), name=name, daemon=True).start()
-
-
-def _watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
-    main = threading.main_thread()
-    if main.ident is None:
-        return
-    clock = time.pthread_getcpuclockid(main.ident)
-    pid, before, checks = os.getpid(), None, 0
-    while main.is_alive() and not has_ended() and os.getpid() == pid:
-        used = time.clock_gettime(clock)
-        frame = sys._current_frames().get(main.ident)
-        module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
-        place: object = None
-        if module in _DEVICE_MODULES:
-            # While it is kept, no later call has the same frame. It has no tensors.
-            place = frame
-        elif frame is not None and module.startswith(_MODULES):
-            place = id(frame), frame.f_lasti
-        is_idle = before is not None and used - before[1] < _MAX_CPU_TIME
-        waits = before is not None and before[0] == place and (is_idle or module in _DEVICE_MODULES)
-        checks = checks + 1 if place is not None and waits else 0
-        if checks >= CHECKS:
-            _end_process(save)
-        before = place, used
-        del frame
-        time.sleep(POLL_INTERVAL)
-
-
-def _end_process(save: Callable[[], bool]) -> None:
-    sys.stderr.write(
-        f"adascale: a peer was lost, and the collective call that waited for it has not ended within "
-        f"{CHECKS * POLL_INTERVAL:g} s: ending this process, so that another one joins the others\n"
-    )
-    code = EXIT_PEER_LOST
-    try:
-        if save():
-            code = EXIT_REENTRY
-    finally:
-        # The main thread does not return to Python.
-        end_process(code)

@@ -112,7 +112,6 @@ class ReplicaGroup:
         self._number = 0 if is_elastic else next(_NUMBERS)
         self.peer_timeout = peer_timeout
         self._on_failure: Callable[[int], None] | None = None
-        self._save: Callable[[], bool] | None = None
         self.device = device
         # torchrun starts as many on each node; with an agent, the members find out.
         self._share_a_gpu = device.type == "cuda" and assignment.local_replicas > torch.cuda.device_count()
@@ -192,17 +191,16 @@ class ReplicaGroup:
             )
 
     def watch_processes(self) -> None:
-        """End this process when another one of this replica is frozen, if an agent starts them again."""
+        """Let the processes of this replica find out which of them is frozen, if an agent starts it again."""
         if self._replica_store is not None and self.processes > 1 and math.isfinite(self.peer_timeout):
-            self.own.watch(f"{self._replica_store}-alive", self.peer_timeout)
+            self.own.show_signs(f"{self._replica_store}-alive")
 
-    def observe(self, on_failure: Callable[[int], None] | None, save: Callable[[], bool] | None) -> None:
+    def observe(self, on_failure: Callable[[int], None] | None) -> None:
         """From now on, call `on_failure` with a generation in which members cannot communicate any more.
 
-        It is called once, in any thread, maybe after the generation has ended. `save` saves the state without
-        the other replicas, and returns whether it is saved. It is called in a thread before the process ends.
+        It is called once, in any thread, maybe after the generation has ended.
         """
-        self._on_failure, self._save = on_failure, save
+        self._on_failure = on_failure
 
     def open_store(self, address: str) -> tuple[TCPStore, int]:
         """On rank 0: open the store of a generation."""
@@ -392,6 +390,11 @@ class ReplicaGroup:
         """Whether the members of this generation can no longer communicate, as all of this replica know."""
         return self._failed if self.processes == 1 else self._is_lost
 
+    @property
+    def is_forming(self) -> bool:
+        """Whether the members form the group, where each wait has a timeout."""
+        return self._sockets_before is not None
+
     def fail(self, only: int | None = None) -> None:
         """End all communication of this generation, also what waits for a lost peer, from any thread.
 
@@ -406,12 +409,6 @@ class ReplicaGroup:
                 sockets = gloo.open_sockets() - before
             generation = self.generation
         gloo.shut_down(sockets)
-        if before is None and self.processes == 1:
-            # While a group is formed, each wait has a timeout. In a replica of several processes, the main
-            # thread also waits for the others.
-            gloo.end_stuck_collectives(
-                lambda: not self._failed or self.generation != generation, self._save_beside
-            )
         # Before the next call, which may take long.
         if (on_failure := self._on_failure) is not None:
             on_failure(generation)
@@ -422,15 +419,6 @@ class ReplicaGroup:
                 except RuntimeError as error:
                     # Kernels that wait for the lost peer then end with this process.
                     print(f"adascale: NCCL was not aborted: {error}", file=sys.stderr, flush=True)
-
-    def _save_beside(self) -> bool:
-        """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
-        if self._save is None:
-            return False
-        if self.device.type != "cuda":
-            return self._save()
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            return self._save()
 
     def be_alone(self) -> None:
         """Let this replica save its state alone: its generation has ended, and it leaves."""

@@ -12,19 +12,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adascale_core.failures import EXIT_PEER_LOST
-from adascale_worker.process.exit import end_process
 from adascale_worker.torch_private.distributed import (
     init_default_group,
     process_group_beside,
@@ -89,11 +86,6 @@ def shared_error(
     return next((kind for kind in kinds if kind.__name__ == name), otherwise)(message)
 
 
-CHECKS: Final = 10
-"""Number of checks in succession in which a process must show no sign of life. No duration is measured,
-because time passes also while this process is frozen."""
-
-
 MESSAGE_TIMEOUT = timedelta(hours=24)
 """How long a thread waits for those of the other processes, which may write to a slow storage."""
 
@@ -111,8 +103,10 @@ class ReplicaProcesses:
         self._is_formed = False
         self.beside: dist.ProcessGroup | None = None
         """The group for threads beside the main one; None with one process."""
-        self._sign_of_life: Path | None = None
-        self._is_closed = threading.Event()
+        self._signs: list[Path] = []
+        """A file of each process, whose time of modification it changes; none if nobody looks at them."""
+        self._seen: dict[int, tuple[int, int]] = {}
+        """When the file of a process has changed, and in how many checks it has not since, by process."""
 
     @property
     def is_leader(self) -> bool:
@@ -128,42 +122,38 @@ class ReplicaProcesses:
             self.beside = process_group_beside(own, self.rank, self.count, _HOST, timeout, share_a_gpu=False)
             set_timeout_of(self.beside, MESSAGE_TIMEOUT)
 
-    def watch(self, path: str, timeout: float, end: Callable[[int, float], None] | None = None) -> None:
-        """End this process when another one is frozen, until `close`.
+    def show_signs(self, path: str) -> None:
+        """Show the other processes from now on, until `close`, that this one is not frozen."""
+        self._signs = [Path(f"{path}-{index}") for index in range(self.count)]
+        self._signs[self.rank].touch()
 
-        Each process has a file, which exists until `close`, and changes its time of modification.
+    def find_frozen(self, checks: int) -> int | None:
+        """Show a sign of life, and return a process that has shown none in more than `checks` calls of this.
+
+        No duration is measured, because time passes also while this process is frozen.
         """
-        files = [Path(f"{path}-{index}") for index in range(self.count)]
-        self._sign_of_life = files[self.rank]
-        self._sign_of_life.touch()
-        arguments = files, timeout, end or _end_process
-        threading.Thread(
-            target=self._observe, args=arguments, name="adascale-process-watch", daemon=True
-        ).start()
-
-    def _observe(self, files: Sequence[Path], timeout: float, end: Callable[[int, float], None]) -> None:
-        seen: dict[int, tuple[int, int]] = {}
-        while not self._is_closed.wait(timeout / CHECKS):
-            # The file is missing if the agent has ended, or this process ends.
-            with contextlib.suppress(OSError):
-                os.utime(files[self.rank])
-            for other, file in enumerate(files):
-                try:
-                    changed = file.stat().st_mtime_ns
-                except OSError:
-                    seen.pop(other, None)  # That process has not begun, or has stopped.
-                    continue
-                before, checks = seen.get(other, (changed, 0))
-                seen[other] = changed, checks + 1 if changed == before else 0
-                if other != self.rank and seen[other][1] > CHECKS:
-                    end(other, timeout)
-                    return
+        signs = self._signs
+        # The file is missing if the agent has ended, or this process ends.
+        with contextlib.suppress(OSError):
+            for own in signs[self.rank : self.rank + 1]:
+                os.utime(own)
+        for other, file in enumerate(signs):
+            try:
+                changed = file.stat().st_mtime_ns
+            except OSError:
+                self._seen.pop(other, None)  # That process has not begun, or has stopped.
+                continue
+            before, unchanged = self._seen.get(other, (changed, 0))
+            self._seen[other] = changed, unchanged + 1 if changed == before else 0
+            if other != self.rank and self._seen[other][1] > checks:
+                return other
+        return None
 
     def close(self) -> None:
         """Destroy torch's default process group, if `form` has made it. May be called again."""
-        self._is_closed.set()
-        if self._sign_of_life is not None:
-            self._sign_of_life.unlink(missing_ok=True)
+        signs, self._signs = self._signs, []
+        for own in signs[self.rank : self.rank + 1]:
+            own.unlink(missing_ok=True)
         was_formed, self._is_formed, self.beside = self._is_formed, False, None
         if was_formed and dist.is_initialized():
             dist.destroy_process_group()
@@ -205,12 +195,3 @@ class ReplicaProcesses:
         """Replace a tensor by the sum over the processes."""
         if self.count > 1:
             dist.all_reduce(tensor)
-
-
-def _end_process(other: int, timeout: float) -> None:
-    # The main thread waits for the other process.
-    end_process(
-        EXIT_PEER_LOST,
-        f"process {other} of this replica has shown no sign of life for {timeout:g} s: ending the replica, "
-        "so that another one joins the others",
-    )

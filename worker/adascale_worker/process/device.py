@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -148,10 +148,12 @@ def gpu_names(device: torch.device) -> tuple[str, str]:
 
 
 Label = TypeVar("Label")
+Span = tuple[Any, Any]
+"""Two marks of a clock, from one to the other."""
 
 MAX_PENDING: Final = 256
-"""Measurements that wait for the device at the same time; more are left out. CUDA lets a program run ahead by
-about a thousand kernels."""
+"""Measurements that wait for the device at the same time; older ones are left out. CUDA lets a program run
+ahead by about a thousand kernels."""
 
 
 class DeviceClock:
@@ -178,35 +180,20 @@ class DeviceClock:
             return None
         return float(start.elapsed_time(end)) / 1000
 
+    def take(self, pending: deque[tuple[Label, list[Span]]]) -> Iterator[tuple[Label, float]]:
+        """Remove and yield the measurements that are complete, with their seconds. Does not wait.
 
-class PendingTimes(Generic[Label]):
-    """Measurements whose end the device may not have reached yet, in their order."""
-
-    def __init__(self, clock: DeviceClock) -> None:
-        self._clock = clock
-        self._pending: deque[tuple[Label, list[tuple[Any, Any]]]] = deque()
-
-    def add(self, label: Label, *spans: tuple[Any, Any]) -> None:
-        """Add a measurement: the time in all `spans` together, each from one mark to another."""
-        if len(self._pending) < MAX_PENDING:
-            self._pending.append((label, list(spans)))
-
-    def take(self) -> Iterator[tuple[Label, float]]:
-        """Remove and yield the measurements that are complete, with their seconds. Does not wait."""
-        while self._pending:
-            label, spans = self._pending[0]
-            seconds = 0.0
-            for span in spans:
-                found = self._clock.seconds_between(*span)
-                if found is None:
-                    return
-                seconds += found
-            self._pending.popleft()
-            yield label, seconds
-
-    def clear(self) -> None:
-        """Discard all measurements."""
-        self._pending.clear()
+        `pending` has measurements in their order, which the device may not have made yet: what is measured,
+        and the spans whose times are added.
+        """
+        while pending:
+            label, spans = pending[0]
+            seconds = [self.seconds_between(*span) for span in spans]
+            known = [each for each in seconds if each is not None]
+            if len(known) < len(seconds):
+                return
+            pending.popleft()
+            yield label, sum(known)
 
 
 LIBRARY: Final = "libnvidia-ml.so.1"

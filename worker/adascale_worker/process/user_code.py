@@ -59,14 +59,8 @@ def warn_user(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
-class OneTimeWarnings:
-    """Warnings that are issued once for each subject."""
-
-    def __init__(self) -> None:
-        self._issued: set[str] = set()
-
-    def warn(self, subject: str, message: str) -> None:
-        """Issue `message` unless there was a warning of the same subject."""
-        if subject not in self._issued:
-            self._issued.add(subject)
-            warn_user(message)
+def warn_once(warned: set[str], subject: str, message: str) -> None:
+    """Issue `message`, unless the subject is one of those that the user was `warned` of. Adds it to them."""
+    if subject not in warned:
+        warned.add(subject)
+        warn_user(message)

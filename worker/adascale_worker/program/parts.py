@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.user_code import OneTimeWarnings
+from adascale_worker.process.user_code import warn_once, warn_user
 from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.program.optimizers import SchedulerSet
 from adascale_worker.program.patching import Scheduler
@@ -226,7 +226,7 @@ def refuse_other_training(
     own_optimizers = list(parts.optimizers.values())
     trained = {id(parameter) for model in parts.models for parameter in model.parameters()}
     optimized = {id(parameter) for each in parts.param_groups for parameter in each["params"]}
-    warnings = OneTimeWarnings()
+    warned: set[str] = set()
 
     def check_wrapper(module: torch.nn.Module, _name: str, part: torch.nn.Module | None) -> None:
         if part is None or not is_data_parallel(module):
@@ -254,7 +254,8 @@ def refuse_other_training(
         found = f"{called.format('a second')}, whose gradients are not averaged over replicas"
         if group.replicas > 1:
             raise ReplicationError(f"{found}: {ALL_OPTIMIZERS}")
-        warnings.warn(
+        warn_once(
+            warned,
             "second optimizer",
             f"{found}. On 1 replica this has no effect; on 2 or more, training stops: {ALL_OPTIMIZERS}",
         )
@@ -333,9 +334,7 @@ def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, rep
     remedy = "Make them parameters of the model, for example with a module that contains both"
     if replicas > 1:
         raise ReplicationError(f"{found}, so a replica that joins would not get them. {remedy}")
-    OneTimeWarnings().warn(
-        "parameters", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
-    )
+    warn_user(f"{found}. On 2 or more replicas, this stops training with an error. {remedy}")
 
 
 def warn_of_parameters_outside(model: torch.nn.Module, optimizer: HasGroups) -> None:
@@ -344,8 +343,7 @@ def warn_of_parameters_outside(model: torch.nn.Module, optimizer: HasGroups) -> 
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        OneTimeWarnings().warn(
-            "not optimized",
+        warn_user(
             f"parameter {left[0]!r}{more} of the model requires gradients, but is not in the optimizer, so "
             "it stays as it is: give it to the optimizer, or call requires_grad_(False) on it",
         )

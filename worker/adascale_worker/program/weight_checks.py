@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adascale_worker.errors import NonFiniteWeightsError, ReplicationError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.user_code import OneTimeWarnings
+from adascale_worker.process.user_code import warn_once
 from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.torch_private.distributed import reshard
@@ -107,7 +107,7 @@ class FiniteWeights:
         self._group = group
         self._steps = 0
         self._unmeasured_steps = 0
-        self._warnings = OneTimeWarnings()
+        self._warned: set[str] = set()
         if any(weight.is_cuda for weight in self.weights()):
             # CUDA loads a kernel when it is used first, and then waits for all that runs on the GPU. Later
             # that can be a collective call that does not end, beside which the state is saved.
@@ -132,7 +132,8 @@ class FiniteWeights:
                 "of steps"
             )
         if self._group.is_main:
-            self._warnings.warn(
+            warn_once(
+                self._warned,
                 "weights",
                 f"weights are NaN or infinite after step {step}. No checkpoint is saved with them, and "
                 f"training stops after {self._max_steps} such steps in a row",

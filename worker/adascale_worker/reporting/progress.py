@@ -11,7 +11,7 @@ from typing import Any
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages.reports import StepTime
 from adascale_worker.errors import UnusableCheckpointError
-from adascale_worker.process.device import DeviceClock, PendingTimes
+from adascale_worker.process.device import MAX_PENDING, DeviceClock, Span
 
 
 @dataclass
@@ -129,7 +129,8 @@ class StepTimer:
         self._accelerator = accelerator
         self._times: dict[Key, deque[float]] = {}
         self._sync_times: dict[Key, deque[float]] = {}
-        self._measured: PendingTimes[tuple[Key, float]] = PendingTimes(clock or DeviceClock())
+        self._clock = clock or DeviceClock()
+        self._measured: deque[tuple[tuple[Key, float], list[Span]]] = deque(maxlen=MAX_PENDING)
         self._last_mark: Any = None
         """Of the clock, at the end of the last step; None after a pause."""
         self._left_out = 0.0
@@ -153,8 +154,8 @@ class StepTimer:
     def step(self, plan: BatchPlan | None, mark: Any, nodes: int = 1) -> None:
         """Record that a step ended. Does not wait for the device."""
         if self._last_mark is not None and self._warm and plan is not None:
-            self._measured.add(((plan, nodes), self._left_out), (self._last_mark, mark))
-        for (key, left_out), seconds in self._measured.take():
+            self._measured.append((((plan, nodes), self._left_out), [(self._last_mark, mark)]))
+        for (key, left_out), seconds in self._clock.take(self._measured):
             self._record(key, max(seconds - left_out, 0.0))
         self._warm = self._warm or self._last_mark is not None
         self._last_mark, self._left_out = mark, 0.0

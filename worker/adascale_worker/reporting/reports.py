@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 import threading
 import time
 from collections import deque
@@ -30,7 +31,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import DeviceClock, monitor_of
 from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.reporting.progress import Goodput, StepTimer, TrainingProgress
-from adascale_worker.reporting.trackers import RunIdentity, TrackedRun, Tracker
+from adascale_worker.reporting.trackers import TrackedRun, Tracker
 
 MAX_QUEUED = 1000
 """Reports that are queued while the service does not answer, and the maximum in one request."""
@@ -145,15 +146,17 @@ class Telemetry:
         accelerator: str = "",
         measure_sync: Callable[[], float | None] = lambda: None,
         tracker: Tracker | None = None,
-        run: RunIdentity | None = None,
+        run: str | None = None,
     ) -> None:
         self._bounds = bounds
         self._group = group
         self._make_reporter = make_reporter
         self._reporter: Reporter | None = None
         self._tracker = tracker
-        self.run = run or RunIdentity()
-        """The id of the job's run in the tracker."""
+        self._run = run or secrets.token_hex(8)
+        """The id of the job's run in the tracker, a part of the state of training."""
+        self._is_taken_over = False
+        """Whether another replica may have had that run."""
         self._tracked: TrackedRun | None = None
         self._logged: dict[str, list[Tensor]] = {}
         self._means: dict[str, float] = {}
@@ -169,6 +172,14 @@ class Telemetry:
         self._measure_sync = measure_sync
         self._gpu = monitor_of(group.device)
 
+    def state_dict(self) -> str:
+        """Return the id of the run in the tracker."""
+        return self._run
+
+    def load_state_dict(self, run: str) -> None:
+        """Continue the run of the job whose state is restored."""
+        self._run, self._is_taken_over = run, True
+
     def begin_generation(self, bounds: BatchBounds) -> None:
         """Start to report if this replica is rank 0 now, and stop if it is no longer."""
         self._bounds = bounds
@@ -178,9 +189,9 @@ class Telemetry:
             if self._reporter is None:
                 self._reporter = self._make_reporter()
             if self._tracked is None and self._tracker is not None:
-                self._tracked = TrackedRun(self._tracker, self.run)
+                self._tracked = TrackedRun(self._tracker, self._run, is_taken_over=self._is_taken_over)
             return
-        self.run.is_taken_over = True
+        self._is_taken_over = True
         # In the background: its last reports may wait for the service.
         for each in self._receivers():
             threading.Thread(target=each.close, name="adascale-last-reports", daemon=True).start()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -182,31 +181,19 @@ HANDOVER_TIME = CLOSE_TIMEOUT + 5.0
 """Seconds after which another rank 0 continues the run: closing it later would show it as finished."""
 
 
-class RunIdentity:
-    """The id of the job's run in a tracker, a part of the state of training."""
-
-    def __init__(self, identity: str | None = None) -> None:
-        self.id = identity or secrets.token_hex(8)
-        self.is_taken_over = False
-        """Whether another replica may have had the run."""
-
-    def state_dict(self) -> Any:
-        """Return the id."""
-        return self.id
-
-    def load_state_dict(self, state: Any) -> None:
-        """Continue the run of the job whose state is restored."""
-        self.id = state
-        self.is_taken_over = True
-
-
 class TrackedRun:
     """A run in a tracker, as long as this replica is rank 0."""
 
-    def __init__(self, tracker: Tracker, run: RunIdentity) -> None:
+    def __init__(
+        self,
+        tracker: Tracker,
+        run: str,
+        *,
+        is_taken_over: bool = False,  # whether another replica may have had the run
+    ) -> None:
         self._tracker = tracker
-        self._run = run.id
-        self._delay = HANDOVER_TIME if run.is_taken_over else 0.0
+        self._run = run
+        self._delay = HANDOVER_TIME if is_taken_over else 0.0
         self._is_closing = threading.Event()
         self._queue: queue.Queue[GainReport | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._send, name="adascale-tracker", daemon=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_worker.process.user_code import OneTimeWarnings
+from adascale_worker.process.user_code import warn_once
 from adascale_worker.scaling.statistics.gradient_statistics import GradientStatistics
 
 
@@ -72,7 +72,7 @@ def report_to(target: bool | str | Path | Report) -> Report:
         raise ValueError(
             f"got observe={str(target)!r}, but there is no folder {path.parent}: create it before"
         )
-    warnings = OneTimeWarnings()
+    warned: set[str] = set()
 
     def append(observation: Observation) -> None:
         try:
@@ -82,7 +82,8 @@ def report_to(target: bool | str | Path | Report) -> Report:
                     writer.writeheader()
                 writer.writerow(asdict(observation))
         except OSError as error:
-            warnings.warn("file", f"observations can not be written to {path}, and are left out: {error}")
+            message = f"observations can not be written to {path}, and are left out: {error}"
+            warn_once(warned, "file", message)
 
     return append
 

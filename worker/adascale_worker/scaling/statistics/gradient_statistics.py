@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from adascale_core.batch.gain import GradientEstimate, total
-from adascale_worker.process.user_code import OneTimeWarnings
+from adascale_worker.process.user_code import warn_once
 from adascale_worker.scaling.rules import ScalingRule
 from adascale_worker.scaling.statistics.all_reduce import ReducedStatistics, StatisticsAllReduce
 from adascale_worker.scaling.statistics.estimates import (
@@ -84,7 +84,7 @@ class GradientStatistics:
         self._flag_sums: tuple[float, ...] | None = None
         self._previous_gradient = PreviousGradient(self._metric)
         self._previous_step: PreviousStep | None = None
-        self._warnings = OneTimeWarnings()
+        self._warned: set[str] = set()
 
     def change_options(self, **changes: Any) -> None:
         """Change some options, if they are others. Discards what this step has measured so far then."""
@@ -267,7 +267,8 @@ class GradientStatistics:
             return all_reduce.result()
         problem = self.reader.problem()
         if problem is not None:
-            self._warnings.warn("problem", f"{problem}. Until then such steps are left out of the estimates")
+            message = f"{problem}. Until then such steps are left out of the estimates"
+            warn_once(self._warned, "problem", message)
         before_step = None
         if self.options.observes_backward:
             divisor = self.divisor if self.gradients_are_divided else 1.0
@@ -290,7 +291,8 @@ class GradientStatistics:
         """Whether the model takes uneven inputs, so that peers may be without data."""
         if self.reader.ddp is None or not is_in_join(self.reader.ddp):
             return False
-        self._warnings.warn(
+        warn_once(
+            self._warned,
             "join",
             "the model takes uneven inputs (`with model.join():`). AdaScale measures nothing meanwhile, as "
             "its all-reduce would wait for ranks without data: give all ranks the same number of batches",
@@ -413,7 +415,8 @@ class GradientStatistics:
             given = infer_loss_scale(sum(norms), sum(before_step), self._inferred_scale)
             if math.isnan(given):
                 change = math.sqrt(sum(before_step) / sum(norms))
-                self._warnings.warn(
+                warn_once(
+                    self._warned,
                     "loss scale",
                     f"gradients were multiplied by {change:.3g} between backward() and step(), probably by a "
                     "GradScaler and by clipping. The loss scale cannot be determined from the two together, "
@@ -467,7 +470,8 @@ class GradientStatistics:
         passes = self.reader.passes
         if passes in (0, self.options.accumulation):
             return True
-        self._warnings.warn(
+        warn_once(
+            self._warned,
             "passes",
             f"got {passes} backward passes in a step, where {self.options.accumulation} are expected: such "
             "steps are left out of the estimates, so the gain is not measured. Add up the losses of a batch, "
