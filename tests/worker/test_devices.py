@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.utils.data import TensorDataset
 
 from adascale import AdaScale, ElasticTrainer
 from adascale_core.checkpoint_manifest import Manifest
+from adascale_worker.loop.context import Context
+from adascale_worker.loop.failures import Failures
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.program.weight_checks import FiniteWeights
@@ -343,8 +346,8 @@ def test_the_state_can_be_saved_while_a_kernel_does_not_end() -> None:
         snapshot.copy({"weight": weight.detach()}, weights=[weight.detach()])
         return finite.are_finite() and torch.equal(snapshot.weights[0], expected)
 
-    group.observe(None, save)
-    assert group._save_beside()
+    parts = SimpleNamespace(group=group, device=device, state=SimpleNamespace(save_beside=save))
+    assert Failures(cast(Context, parts))._save_beside()
     assert not done.query()
     torch.cuda.synchronize(device)
 
