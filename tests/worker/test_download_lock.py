@@ -4,14 +4,14 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.process import download_lock
+from adascale_worker.process.download_lock import download_lock
 from support.file_systems import limited_folder
 from support.launch import wait_until
 from support.training import FIXED, MakeTrainer
@@ -120,15 +120,14 @@ def test_a_folder_that_cannot_be_written_is_an_error(make_trainer: MakeTrainer, 
         pass
 
 
-def test_a_process_that_waits_long_names_the_holder(
-    processes: Processes, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_waits_names_the_holder(
+    processes: Processes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(download_lock, "_PATIENCE", 0.0)
     holder = processes.start(HANG="1")
     assert holder.stdout is not None
     assert holder.stdout.readline() == "hangs\n"
-    monkeypatch.setattr(time, "sleep", lambda _: holder.kill())
-    with download_lock.download_lock(processes.folder):
+    threading.Timer(0.5, holder.kill).start()
+    with download_lock(processes.folder):
         pass
     expected = f"waiting for process {holder.pid}, which has locked {processes.folder} by download_lock()"
     assert expected in capfd.readouterr().err

@@ -78,7 +78,7 @@ def test_the_service_address_has_a_full_job_id_and_a_url_without_trailing_slash(
         ({"ADASCALE_LOCAL_BSZ_BOUNDS": "16,32,64"}, "ADASCALE_LOCAL_BSZ_BOUNDS is '16,32,64'"),
         ({"ADASCALE_EFFICIENCY_TARGET": "0"}, "it must be a number above 0 and at most 1"),
         ({"ADASCALE_EFFICIENCY_TARGET": "nan"}, "it must be a number above 0 and at most 1"),
-        ({"ADASCALE_CHECKPOINT_INTERVAL": "soon"}, "it must be a number of seconds"),
+        ({"ADASCALE_CHECKPOINT_INTERVAL": "soon"}, "it must be a finite number of seconds"),
         ({"ADASCALE_CHECKPOINT_INTERVAL": "inf"}, "it must be a finite number of seconds, at least 0"),
         ({"ADASCALE_API_URL": "http://api"}, "ADASCALE_API_URL is set but ADASCALE_JOB_ID is not"),
         ({"ADASCALE_JOB_ID": "digits"}, "ADASCALE_JOB_ID is set but ADASCALE_API_URL is not"),

@@ -260,14 +260,15 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     reporter = RecordingReporter()
     group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"))
     make_reporter = lambda: reporter  # noqa: E731
-    telemetry = Telemetry(BatchBounds(8), group, make_reporter, "NVIDIA-H200")  # type: ignore[arg-type]
-    telemetry.begin_generation(BatchBounds(8))
+    progress = TrainingProgress()
+    telemetry = Telemetry(group, progress, optimizers(), make_reporter, "NVIDIA-H200")  # type: ignore[arg-type]
+    telemetry.begin_generation()
 
     def loss_of_report(*losses: Any, **others: float) -> float | None:
         telemetry.log(others)
         for loss in losses:
             telemetry.log({"loss": loss})
-        telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(), optimizers())
+        telemetry.report(BatchPlan(1, 8, 1), BatchBounds(8))
         return reporter.reports[-1].loss
 
     shapes = (torch.tensor(1.0), torch.tensor([2.0, 4.0]), 5.0, torch.tensor(3.0, dtype=torch.bfloat16))
@@ -290,7 +291,8 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     assert loss_of_report(np.float32(1.5), np.array(2.5), np.int64(5)) == 3.0
     assert loss_of_report(2.0) == 2.0, "an invalid loss does not affect the next report"
     assert not reporter.reports[-1].counts_samples
-    telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(counts_samples=True), optimizers())
+    progress.counts_samples = True
+    telemetry.report(BatchPlan(1, 8, 1), BatchBounds(8))
     assert reporter.reports[-1].counts_samples
 
 
@@ -314,16 +316,18 @@ class RecordingTracker:
 def test_another_rank_0_continues_the_run_of_a_tracker_after_the_one_before_has_closed_it() -> None:
     trackers = [RecordingTracker(), RecordingTracker()]
     groups = [ReplicaGroup(RankAssignment(rank, 2), torch.device("cpu")) for rank in (0, 1)]
+    progress = TrainingProgress()
     both = [
-        Telemetry(BatchBounds(8), group, lambda: None, tracker=tracker, run=run)
+        Telemetry(group, progress, optimizers(), lambda: None, tracker=tracker, run=run)
         for group, tracker, run in zip(groups, trackers, ("job", None), strict=True)
     ]
     both[1].load_state_dict(both[0].state_dict())
 
     def begin_and_report(step: int) -> None:
+        progress.step = step
         for telemetry in both:
-            telemetry.begin_generation(BatchBounds(8))
-            telemetry.report(BatchPlan(2, 4, 1), TrainingProgress(step), optimizers())
+            telemetry.begin_generation()
+            telemetry.report(BatchPlan(2, 4, 1), BatchBounds(8))
 
     begin_and_report(1)
     wait_until(lambda: trackers[0].calls == ["begin job", "log 1"], "the run of the first rank 0")

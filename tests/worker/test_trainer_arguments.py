@@ -260,7 +260,6 @@ def test_registering_a_value_without_state_is_an_error_at_once(make_trainer: Mak
         ({"lr": "0.1"}, "got a str for lr: pass a number or a tensor"),
         ({"best": True}, "got a bool for best"),
         ({"loss": torch.zeros(0)}, "got an empty or complex tensor for loss"),
-        ({"flops": 10**400}, "got a number that no float can have for flops"),
         ({"genauigkeit_ü": 1.0}, "got the name 'genauigkeit_ü': use at most 64 of a-z"),
         ({f"m{number}": 1.0 for number in range(17)}, "a job has at most 16, the loss included"),
     ],

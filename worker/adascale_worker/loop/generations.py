@@ -421,7 +421,7 @@ class Generations(Context):
         self.planner.adapt(bounds, self.optimizer, self.telemetry.step_timer)
         self.use_plan()
         self.loop.step_at_begin = self.progress.step
-        self.telemetry.begin_generation(bounds)
+        self.telemetry.begin_generation()
 
     def use_plan(self) -> None:
         """Use the planner's batch plan from the next step on."""
@@ -523,7 +523,7 @@ class Generations(Context):
             is_released = self._change_is_pending and isinstance(self._newest, Release)
             leaving = {rank for rank, released in enumerate(group.gather(is_released)) if released}
         if leaving:
-            self.report()
+            self.telemetry.report(self.planner.plan, self.planner.bounds)
         if len(leaving) == group.replicas:
             # Else the others keep the state.
             self.state.save_if_possible()
@@ -533,10 +533,6 @@ class Generations(Context):
         self.enter()
 
     # -- the end ------------------------------------------------------------------------------------------
-
-    def report(self) -> None:
-        """Report the present step to the metrics service."""
-        self.telemetry.report(self.planner.plan, self.progress, self.optimizer)
 
     def send_once(self, message: TrainerMessage) -> None:
         """Send a message to the agent, if it was not sent before."""

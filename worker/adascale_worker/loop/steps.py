@@ -33,7 +33,6 @@ from adascale_worker.program.parts import warn_of_parameters_outside
 from adascale_worker.program.patching import patch_step
 from adascale_worker.program.program_loop import ProgramPlace
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.scaling.statistics.norms import copied
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.tree import Tree
 from adascale_worker.torch_private.autograd import version_of
@@ -51,14 +50,12 @@ MAX_SKIPPED_STEPS = 100
 class StepUndo:
     """Puts the state of training back if a step fails after one of several optimizers has made its part.
 
-    It copies the state before each step, on the devices of its tensors. The memory of one copy is used for
-    the next, so the state needs twice its memory.
+    It copies the state before each step, on the devices of its tensors, so the state needs twice its memory.
     """
 
     def __init__(self, program: ProgramState, progress: TrainingProgress) -> None:
         self._program = program
         self._progress = progress
-        self._memory: list[Tensor] = []
         self.state: Tree | None = None  # None between two steps
 
     def begin_step(self) -> None:
@@ -68,7 +65,7 @@ class StepUndo:
             "progress": self._progress.state_dict(),
             "trained": self._program.trained.state_dict(),
         }
-        self.state, self._memory = _copied(state, self._memory)
+        self.state = mapped(state, _copied)
 
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""
@@ -82,8 +79,6 @@ class StepUndo:
     def restore(self) -> None:
         """Put the state back, if it was copied."""
         if self.state is not None:
-            # The optimizer uses the tensors of the copy from now on.
-            self._memory = []
             load_model(self._program.model, self.state["program"]["model"])
             self._program.load_state_dict(self.state["program"])
             self._progress.load_state_dict(self.state["progress"])
@@ -92,18 +87,12 @@ class StepUndo:
             self.state = None
 
 
-def _copied(tree: Any, memory: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Return a copy of a tree of dicts, lists and values, and its tensors: in `memory` where they fit."""
-    used: list[Tensor] = []
-
-    def copy_of(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            used.append(copied(value.detach(), memory[len(used)] if len(used) < len(memory) else None))
-            return used[-1]
-        is_changed_in_place = isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen")
-        return copy.copy(value) if is_changed_in_place else value
-
-    return mapped(tree, copy_of), used
+def _copied(value: Any) -> Any:
+    """Return a copy of what may be changed in place."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    is_changed_in_place = isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen")
+    return copy.copy(value) if is_changed_in_place else value
 
 
 class ModelBuffers:
@@ -336,16 +325,11 @@ class Steps(Context):
         self.progress.advance(
             self.optimizer.slowest.gain(), planner.plan.global_bsz, planner.bounds.batch_size
         )
-        self.telemetry.step(
-            self.planner.plan,
-            self.progress,
-            self.optimizer,
-            is_divided=is_divided,
-        )
+        self.telemetry.step(planner.plan, planner.bounds, is_divided=is_divided)
         self.generations.send_once(Stepped(self.group.generation))
         try:
             self._agree(flags)
-            self.telemetry.compare(self.slow, self.progress.step)
+            self.telemetry.compare(self.slow)
             times.begin_computation()
             now = time.monotonic()
             self._steps_are_slow = now - self._stepped_at >= SLOW_STEP

@@ -119,9 +119,15 @@ class Training(Context):
         self._make_gradients()
         is_saved = self.checkpointing.enabled or group.is_elastic
         self.feed = DataFeed(settings.bounds, group, self.seed, progress, self.division, is_saved=is_saved)
-        times, tracker = self.times.sync_time, self.tracker
         self.telemetry = Telemetry(
-            settings.bounds, group, make_reporter, self.accelerator, times, tracker, self.run
+            group,
+            progress,
+            self.optimizer,
+            make_reporter,
+            self.accelerator,
+            self.times.sync_time,
+            self.tracker,
+            self.run,
         )
         self.weights = FiniteWeights(self.optimizer, settings.max_nonfinite_steps, group)
         self.comparison = WeightComparison(parts.model, self.optimizer, group)
@@ -579,7 +585,7 @@ class Training(Context):
         """Save the end of training, once. If members are lost meanwhile, the others save it."""
         if self.checkpointing.has_final:
             return
-        self.generations.report()
+        self.telemetry.report(self.planner.plan, self.planner.bounds)
         while True:
             try:
                 self.comparison.compare(self.progress.step)
@@ -597,7 +603,7 @@ class Training(Context):
 
     def end_of_program(self) -> AdaScaleError | None:
         """Report the last step, and return an error if training is not finished, else None."""
-        self.telemetry.report_last(self.planner.plan, self.progress, self.optimizer)
+        self.telemetry.report_last(self.planner.plan, self.planner.bounds)
         if self.steps.has_stepped and not self.checkpointing.has_final:
             try:
                 self.state.require_finite_weights()
@@ -637,7 +643,7 @@ class Training(Context):
 
     def _save_and_exit(self) -> NoReturn:
         """Save, and end the program so that it can be started again. Without an agent."""
-        self.generations.report()
+        self.telemetry.report(self.planner.plan, self.planner.bounds)
         saved = True
         try:
             self.state.save(durable=True)

@@ -39,7 +39,13 @@ def find_fault(device: torch.device) -> str | None:
         # So that errors of earlier work of the program are not taken for those of the check.
         torch.cuda.synchronize(device)
     fault = _fault(device)
-    return None if fault is None else f"{_describe(device)} has failed its check: {fault}"
+    if fault is None:
+        return None
+    described = f"device {device}"
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        described += f" ({properties.name}, {properties.uuid})"
+    return f"{described} has failed its check: {fault}"
 
 
 def _fault(device: torch.device) -> str | None:
@@ -68,9 +74,6 @@ def _fault(device: torch.device) -> str | None:
 def _any_algorithms() -> Iterator[None]:
     """Allow all algorithms: cuBLAS has deterministic ones only with a variable in the environment."""
     mode = torch.get_deterministic_debug_mode()
-    if not mode:
-        yield
-        return
     # Not `use_deterministic_algorithms`, which imports the compiler.
     torch.set_deterministic_debug_mode(0)
     try:
@@ -112,13 +115,6 @@ def _wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
                 f"{product.numel()} elements are wrong. Expected {should:.0f} at [{row}, {column}], got {got}"
             )
     return None
-
-
-def _describe(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"device {device}"
-    properties: Any = torch.cuda.get_device_properties(device)
-    return f"device {device} ({properties.name}, {properties.uuid})"
 
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")

@@ -9,16 +9,11 @@ import hashlib
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from adascale_worker.errors import WorkerError
 
-_INTERVAL = 0.1
-"""Seconds between two attempts to lock."""
-_PATIENCE = 100
-"""Attempts after which a process that waits says so."""
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -59,21 +54,18 @@ def _locked(path: Path) -> int:
 
 def _lock(file: Path, folder: Path) -> int:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    attempt = 0
     try:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor
-            if attempt == _PATIENCE:
-                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-                print(
-                    f"adascale: waiting for process {holder}, which has locked {folder} by download_lock()",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            attempt += 1
-            time.sleep(_INTERVAL)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            print(
+                f"adascale: waiting for process {holder}, which has locked {folder} by download_lock()",
+                file=sys.stderr,
+                flush=True,
+            )
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return descriptor
     except BaseException:
         os.close(descriptor)
         raise

@@ -291,16 +291,14 @@ def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], T], defa
         raise EnvironmentVariableError(f"{name} is {text!r}: {error}") from None
 
 
-def _non_negative_integer(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ValueError("it must be an integer of at least 0")
+def _non_negative_integer(text: str, least: int = 0) -> int:
+    if not text.strip().isdecimal() or int(text) < least:
+        raise ValueError(f"it must be an integer of at least {least}")
     return int(text)
 
 
 def _positive_integer(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError("it must be an integer of at least 1")
-    return int(text)
+    return _non_negative_integer(text, least=1)
 
 
 def _bounds_pair(text: str) -> LocalBszBounds:
@@ -311,28 +309,28 @@ def _bounds_pair(text: str) -> LocalBszBounds:
         raise ValueError(f"it must be 'lower,upper', two integers of at least 1, or 'lower,{AUTO}'") from None
 
 
-def _seconds(text: str) -> float:
+def _number(text: str) -> float:
+    """Return a number; NaN for what is none."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        raise ValueError("it must be a number of seconds") from None
-    if not 0 <= value < float("inf"):
+        return math.nan
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (value := _number(text)) < math.inf:
         raise ValueError("it must be a finite number of seconds, at least 0")
     return value
 
 
 def _positive_seconds(text: str) -> float:
-    if (value := _seconds(text)) == 0:
-        raise ValueError("it must be a number of seconds above 0")
+    if not 0 < (value := _number(text)) < math.inf:
+        raise ValueError("it must be a finite number of seconds above 0")
     return value
 
 
 def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError("it must be a number above 0 and at most 1") from None
-    if not 0 < value <= 1:
+    if not 0 < (value := _number(text)) <= 1:
         raise ValueError("it must be a number above 0 and at most 1")
     return value
 

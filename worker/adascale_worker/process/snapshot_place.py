@@ -23,10 +23,6 @@ from typing import Final
 _HEADER: Final = struct.Struct("<6Q")
 _HEADER_START: Final = 8
 _CONTENT_START: Final = 4096
-_BUFFERS: Final = 512
-"""Maximum number of buffers in a system call, which takes at most 1024."""
-_BATCH_BYTES: Final = 1 << 20
-"""From this length on, parts are written without waiting for more of them."""
 LARGEST_PART: Final = 0.25
 """The maximum share that copies take of the memory which was never used so far."""
 MARGIN: Final = 0.1
@@ -111,29 +107,15 @@ class SnapshotPlace:
     ) -> None:
         """Replace the copy. If `content` raises an error, there is none."""
         self.condition = Condition.INVALID
-        length = self._write(content)
-        header = _HEADER.pack(number, length - document_bytes, document_bytes, *state)
+        position = _CONTENT_START
+        for part in content:
+            while part.nbytes:
+                written = os.pwrite(self._descriptor, part, position)
+                position, part = position + written, part[written:]
+        data_bytes = position - _CONTENT_START - document_bytes
+        header = _HEADER.pack(number, data_bytes, document_bytes, *state)
         os.pwrite(self._descriptor, header, _HEADER_START)
         self.condition = Condition.VALID
-
-    def _write(self, parts: Iterable[memoryview]) -> int:
-        """Write parts one after another, and return their length together."""
-        position, batch, waiting = _CONTENT_START, list[memoryview](), 0
-        for part in parts:
-            batch.append(part)
-            waiting += part.nbytes
-            if len(batch) == _BUFFERS or waiting >= _BATCH_BYTES:
-                position, batch, waiting = self._write_batch(position, batch), [], 0
-        return self._write_batch(position, batch) - _CONTENT_START
-
-    def _write_batch(self, position: int, batch: list[memoryview]) -> int:
-        while batch := [part for part in batch if part.nbytes]:
-            written = os.pwritev(self._descriptor, batch, position)
-            position += written
-            for index, part in enumerate(batch):
-                batch[index] = part[written:]
-                written -= min(written, part.nbytes)
-        return position
 
     def read_into(self, memory: memoryview, position: int) -> int:
         """Read the content from a position on, and return how many bytes there were."""

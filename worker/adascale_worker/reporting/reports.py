@@ -140,16 +140,18 @@ class Telemetry:
 
     def __init__(
         self,
-        bounds: BatchBounds,
         group: ReplicaGroup,
+        progress: TrainingProgress,
+        optimizer: Optimizers,
         make_reporter: Callable[[], Reporter | None],
         accelerator: str = "",
         measure_sync: Callable[[], float | None] = lambda: None,
         tracker: Tracker | None = None,
         run: str | None = None,
     ) -> None:
-        self._bounds = bounds
         self._group = group
+        self._progress = progress
+        self._optimizer = optimizer
         self._make_reporter = make_reporter
         self._reporter: Reporter | None = None
         self._tracker = tracker
@@ -180,9 +182,8 @@ class Telemetry:
         """Continue the run of the job whose state is restored."""
         self._run, self._is_taken_over = run, True
 
-    def begin_generation(self, bounds: BatchBounds) -> None:
+    def begin_generation(self) -> None:
         """Start to report if this replica is rank 0 now, and stop if it is no longer."""
-        self._bounds = bounds
         self._slow = None
         self.step_timer.pause()
         if self._group.is_main:
@@ -213,7 +214,7 @@ class Telemetry:
                 # A new tensor, also of a single number: the program may change its own.
                 mean = value.detach().double().mean()
             else:
-                mean = torch.tensor(_as_float(value), dtype=torch.float64)
+                mean = torch.tensor(as_number(value), dtype=torch.float64)
             self._logged.setdefault(name, []).append(mean)
 
     def _metrics(self) -> dict[str, float]:
@@ -229,40 +230,39 @@ class Telemetry:
         self._logged.clear()
         return dict(self._means)
 
-    def step(
-        self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers, *, is_divided: bool = False
-    ) -> None:
+    def step(self, plan: BatchPlan, bounds: BatchBounds, *, is_divided: bool) -> None:
         """Record the time of a step, and report if the report interval has passed."""
         self.step_timer.step(None if is_divided else plan, self._clock.mark(), self._group.nodes)
         asked_for = 0.0 if self._reporter is None else self._reporter.interval
         if time.monotonic() - self._reported_at >= max(REPORT_INTERVAL, asked_for):
-            self.report(plan, progress, optimizer)
+            self.report(plan, bounds)
 
-    def compare(self, slow: SlowReplica | None, step: int) -> None:
+    def compare(self, slow: SlowReplica | None) -> None:
         """Keep for the next reports which rank is slower than the others. On rank 0, print another one."""
         before, self._slow = self._slow, None
         if slow is None:
             return
         self._slow = SlowReplica(self._group.indices[slow.replica], slow.factor)
         if self._group.is_main and (before is None or before.replica != self._slow.replica):
-            print(f"adascale: step {step}: {self._slow}", flush=True)
+            print(f"adascale: step {self._progress.step}: {self._slow}", flush=True)
 
-    def report_last(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
+    def report_last(self, plan: BatchPlan, bounds: BatchBounds) -> None:
         """Report the last step, unless it is reported, or no step was made."""
-        if progress.step > self._reported_step:
-            self.report(plan, progress, optimizer)
+        if self._progress.step > self._reported_step:
+            self.report(plan, bounds)
 
-    def report(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
+    def report(self, plan: BatchPlan, bounds: BatchBounds) -> None:
         """Report now."""
         if not self._receivers():
             return
+        progress = self._progress
         self._reported_step = progress.step
         self._reported_at = time.monotonic()
         sync_time = self._measure_sync() if plan.replicas > 1 else None
         if sync_time is not None:
             self.step_timer.add_sync_time(plan, self._group.nodes, sync_time)
         step_time = self.step_timer.lap()
-        metrics, adascale = self._metrics(), optimizer.slowest
+        metrics, adascale = self._metrics(), self._optimizer.slowest
         gpu_use, gpu_memory = self._gpu.read()
         gain = adascale.gain()
         lr_factor = adascale.statistics.rule.lr_factor(gain)
@@ -275,7 +275,7 @@ class Telemetry:
             replicas=plan.replicas,
             local_bsz=plan.local_bsz,
             accumulation=plan.accumulation,
-            scale=plan.scale(self._bounds),
+            scale=plan.scale(bounds),
             gain=gain,
             grad_sqr=adascale.grad_sqr,
             grad_var=adascale.grad_var,
@@ -322,10 +322,8 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
         raise WorkerError("trainer.log() got no value: call trainer.log(loss=loss, accuracy=accuracy)")
     for name, value in values.items():
         is_tensor = isinstance(value, Tensor) and value.numel() > 0 and not value.is_complex()
-        if not is_tensor and _as_float(value) is None:
+        if not is_tensor and as_number(value) is None:
             got = "an empty or complex tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            if as_number(value) is not None:
-                got = "a number that no float can have"
             raise WorkerError(
                 f"trainer.log() got {got} for {name}: pass a number or a tensor of real numbers"
             )
@@ -343,27 +341,18 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
 
 def plain_result(values: Mapping[str, object]) -> dict[str, float | str]:
     """Return the result of training as values for a manifest: a number that is not finite as text."""
-    return {name: _plain_value(name, value) for name, value in values.items()}
-
-
-def _plain_value(name: str, value: object) -> float | str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        value = value.item()
-    number = int(value) if isinstance(value, bool) else as_number(value)
-    if number is None:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise WorkerError(
-            f"trainer.report_result() got {got} for {name}: pass a number, a tensor of one number, or a text"
-        )
-    return number if isinstance(number, int) or math.isfinite(number) else str(number)
-
-
-def _as_float(value: object) -> float | None:
-    """Return a number as a float; None for others, and for an integer beyond the range of floats."""
-    number = as_number(value)
-    try:
-        return None if number is None else float(number)
-    except OverflowError:
-        return None
+    plain: dict[str, float | str] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            value = value.item()
+        number = value if isinstance(value, str | bool) else as_number(value)
+        if number is None:
+            shape = tuple(getattr(value, "shape", ()))
+            got = f"a tensor of shape {shape}" if isinstance(value, Tensor) else type(value).__name__
+            raise WorkerError(
+                f"trainer.report_result() got {got} for {name}: pass a number, a tensor of one number, or a "
+                "text"
+            )
+        is_finite = isinstance(number, str) or math.isfinite(number)
+        plain[name] = (int(number) if isinstance(number, bool) else number) if is_finite else str(number)
+    return plain
