@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adascale_core.failures import EXIT_PEER_LOST
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment
 from adascale_worker.errors import (
@@ -36,7 +35,7 @@ from adascale_worker.process.device import gpu_names
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.torch_private.distributed import is_lost_peer
 from support.fast_python import PYTHON
-from support.launch import free_port, wait_until
+from support.launch import free_port
 from worker.adascale_ranks import run_cases
 
 PROGRAM = """
@@ -351,24 +350,3 @@ RANKS: dict[str, Callable[[], None]] = {
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     failures = run_cases("worker.test_process_group", "RANKS", 2, tmp_path)
     assert not failures[name], "\n".join(failures[name])
-
-
-@pytest.mark.slow
-def test_a_replica_that_ends_while_others_connect_to_it_is_named_without_a_traceback() -> None:
-    port = free_port()
-    rank_0 = [TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)]
-    keys = rank_0[0].num_keys()
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
-    program = "from adascale import ElasticTrainer; ElasticTrainer(batch_size=8)"
-    with subprocess.Popen(
-        [*PYTHON, "-c", program],
-        env={**os.environ, **variables, "MASTER_PORT": str(port)},
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        wait_until(lambda: rank_0[0].num_keys() > keys, "the connection of rank 1")
-        rank_0.clear()  # Its store ends with it.
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == EXIT_PEER_LOST, errors
-    assert "adascale: rank 1 cannot connect to the other replicas of 2: one has ended" in errors
-    assert "Traceback" not in errors

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -141,16 +140,9 @@ def test_a_tracker_that_does_not_answer_delays_the_end_for_a_limited_time() -> N
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize(
-    ("tracker", "message"),
-    [
-        ("comet", r"tracker='comet': use 'tensorboard', 'wandb', 'mlflow', or an object"),
-        (3, r"a int as tracker, which has no method begin, log, close"),
-    ],
-)
-def test_another_value_than_a_tracker_is_refused(tracker: Any, message: str) -> None:
-    with pytest.raises(WorkerError, match=message):
-        make_tracker(tracker)
+def test_an_unknown_name_of_a_tracker_is_refused() -> None:
+    with pytest.raises(WorkerError, match=r"tracker='comet': use 'tensorboard', 'wandb'"):
+        make_tracker("comet")
 
 
 @pytest.mark.parametrize(("kind", "package"), [(WeightsAndBiases, "wandb"), (MLflow, "mlflow")])

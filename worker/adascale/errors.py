@@ -11,7 +11,6 @@ AdaScaleError
     │   └── UnusableCheckpointError
     ├── DatasetError
     ├── EnvironmentVariableError
-    ├── GroupFormationError
     ├── NonFiniteWeightsError
     ├── ReplicaCheckError            its device, or its network
     ├── ReplicaRefusedError
@@ -28,7 +27,6 @@ from adascale_worker.errors import (
     CheckpointError,
     DatasetError,
     EnvironmentVariableError,
-    GroupFormationError,
     NonFiniteWeightsError,
     ReplicaCheckError,
     ReplicaRefusedError,
@@ -47,7 +45,6 @@ __all__ = [
     "CheckpointError",
     "DatasetError",
     "EnvironmentVariableError",
-    "GroupFormationError",
     "InvalidBoundsError",
     "InvalidJobError",
     "InvalidJobIdError",

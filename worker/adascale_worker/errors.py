@@ -4,7 +4,6 @@ from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.failures import (
     EXIT_CHECK_FAILED,
     EXIT_INVALID_PROGRAM,
-    EXIT_PEER_LOST,
     EXIT_REFUSED,
     EXIT_SINGLE_REPLICA,
 )
@@ -21,12 +20,6 @@ class ReplicationError(WorkerError):
     """The training program cannot be used on several replicas as it is. It may work on one."""
 
     exit_code = EXIT_SINGLE_REPLICA
-
-
-class GroupFormationError(WorkerError):
-    """The replicas that a launcher has started cannot connect to each other."""
-
-    exit_code = EXIT_PEER_LOST
 
 
 class ReplicaRefusedError(WorkerError):

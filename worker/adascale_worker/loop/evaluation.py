@@ -545,7 +545,7 @@ def average(training: Context, tensor: torch.Tensor) -> bool:
     if training.group.has_failed or training.failure.is_discarded:
         return False
     try:
-        training.group.average([tensor])
+        training.group.average(tensor)
     except PeersLostError:
         if training.loop.trains:
             training.failure.discard()

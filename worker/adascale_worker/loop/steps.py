@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,6 @@ from adascale_worker.program.program_loop import ProgramPlace
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.tree import Tree
-from adascale_worker.torch_private.autograd import version_of
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
@@ -98,63 +97,38 @@ def _copied(value: Any) -> Any:
 class ModelBuffers:
     """Puts the buffers of a model, such as BatchNorm's statistics, back if its step is discarded.
 
-    Buffers are copied if their version has changed. The kernels of BatchNorm change `running_mean` and
-    `running_var` without counting a version, so buffers with such names are always copied.
+    A forward pass may change a buffer, or assign another tensor to its name.
     """
 
     state = None  # The other parts of the state change only in a step that succeeds.
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self._places: list[tuple[torch.nn.Module, str, Tensor]] = []
-        """Module, name, buffer: a forward pass may assign another tensor to the name."""
-        self._is_inside_step = False
+        self._copies: list[tuple[torch.nn.Module, str, Tensor, Tensor]] = []
+        """Module, name, buffer and copy; empty between two steps."""
 
     def begin_step(self) -> None:
         """Copy the buffers, at the beginning of a step."""
-        self._is_inside_step = True
-        copies = {}
-        self._places = list(self._buffers())
-        for _, name, buffer in self._places:
-            version = _version(name, buffer)
-            known = self._copies.get(id(buffer))
-            if known is None or known[0] is not buffer:
-                known = (buffer, buffer.detach().clone(), version)
-            elif known[2] != version or version < 0:
-                known = (buffer, known[1].copy_(buffer), version)
-            copies[id(buffer)] = known
-        self._copies = copies
+        self._copies = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in self._model.modules()
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
 
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""
-        self._is_inside_step = False
+        self._copies = []
 
     def revert_progress(self) -> None:
         """Do nothing: only a step that succeeds changes the progress."""
 
     def restore(self) -> None:
-        """Put the buffers back that have changed in this step."""
-        if not self._is_inside_step:
-            return
-        self._is_inside_step = False
+        """Put the buffers back, if they were copied."""
+        copies, self._copies = self._copies, []
         with torch.no_grad():
-            for buffer, copied, version in self._copies.values():
-                if version < 0 or version_of(buffer) != version:
-                    buffer.copy_(copied)
-        for module, name, buffer in self._places:
-            if getattr(module, name, None) is not buffer:
+            for module, name, buffer, copied in copies:
+                buffer.copy_(copied)
                 setattr(module, name, buffer)
-
-    def _buffers(self) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
-        for module in self._model.modules():
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                yield module, name, buffer
-
-
-def _version(name: str, buffer: Tensor) -> int:
-    """Return the version of a buffer; -1 if a change may not be counted."""
-    return -1 if name.startswith("running_") else version_of(buffer)
 
 
 class Steps(Context):

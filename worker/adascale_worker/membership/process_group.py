@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from adascale_core.messages.channel import Assignment, encode
-from adascale_worker.errors import GroupFormationError, ReplicationError, WorkerError
+from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.membership import gloo
 from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.replica_processes import (
@@ -153,23 +153,13 @@ class ReplicaGroup:
         elif dist.is_initialized():
             self._store = default_store()
             return
-        try:
-            store: Any = None
-            if self.has_mesh:
-                store = dist.HashStore()  # type: ignore[attr-defined]
-                if self.replicas * self.processes > 1:
-                    store, _, _ = next(dist.rendezvous("env://", timeout=INIT_TIMEOUT))  # type: ignore[attr-defined]
-                self._form_replica(PrefixStore(f"adascale/replica-{self.rank}", store), INIT_TIMEOUT)
-            self._initialize(store, INIT_TIMEOUT)
-        except RuntimeError as error:
-            if not is_lost_peer(error):
-                raise
-            process = f"process {self.process} of rank {self.rank}" if self.has_mesh else f"rank {self.rank}"
-            reason = str(error).partition("\n")[0]
-            raise GroupFormationError(
-                f"{process} cannot connect to the other replicas of {self.replicas}: one has ended, "
-                f"and its output says why, or MASTER_ADDR and MASTER_PORT are not those of rank 0 ({reason})"
-            ) from error
+        store: Any = None
+        if self.has_mesh:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            if self.replicas * self.processes > 1:
+                store, _, _ = next(dist.rendezvous("env://", timeout=INIT_TIMEOUT))  # type: ignore[attr-defined]
+            self._form_replica(PrefixStore(f"adascale/replica-{self.rank}", store), INIT_TIMEOUT)
+        self._initialize(store, INIT_TIMEOUT)
 
     def form_replica_at(self, path: str | None) -> None:
         """Initialize torch's default process group, of the processes that an agent has started here."""
@@ -460,7 +450,7 @@ class ReplicaGroup:
             with self._guarded():
                 torch.cuda.current_stream(self.device).synchronize()
 
-    def _in_lane(self, communicate: Callable[[], None]) -> None:
+    def _in_lane(self, communicate: Callable[[], object]) -> None:
         """Communicate in the lane: with several processes, a failure takes effect at the next `settle`."""
         try:
             with self._guarded():
@@ -573,12 +563,11 @@ class ReplicaGroup:
         total = self._decide(numbers.tolist(), add)
         tensor.copy_(torch.tensor(total, dtype=torch.float64, device="cpu"))
 
-    def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace `tensors` by their means over the lane. Each has the same type and shape on all ranks."""
+    def average(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its mean over the lane. It has the same type and shape on all ranks."""
         if self.replicas > 1:
-            self.finish_sums([self.start_sum(tensor) for tensor in tensors])
-            for tensor in tensors:
-                tensor.div_(self.replicas)
+            self.finish_sums([self.start_sum(tensor)])
+            tensor.div_(self.replicas)
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
         """Start to replace a tensor by its sum over the lane, and return what `finish_sums` waits for."""
@@ -588,13 +577,7 @@ class ReplicaGroup:
 
     def finish_sums(self, works: Sequence[dist.Work | None]) -> None:
         """Wait for sums over the lane."""
-
-        def wait() -> None:
-            for work in works:
-                if work is not None:
-                    work.wait()
-
-        self._in_lane(wait)
+        self._in_lane(lambda: [work.wait() for work in works if work is not None])
 
     def copy_from_rank_0(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace `tensors` by those of the same process of rank 0. Each has the same type and shape."""
@@ -614,17 +597,10 @@ class ReplicaGroup:
 
     def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the elementwise least and greatest of the lane's `values`, on all ranks, on the host."""
-        both = torch.cat([-values, values]).to(self.device)
-
-        def exchange() -> None:
-            nonlocal both
-            self._start_all_reduce(both, dist.ReduceOp.MAX).wait()
-            both = both.cpu()
-
+        both = torch.cat([-values, values]).cpu()
         if self.replicas > 1:
-            self._in_lane(exchange)
+            self._in_lane(lambda: self._start_all_reduce(both, dist.ReduceOp.MAX).wait())
             self.settle()
-        both = both.cpu()
         return -both[: len(values)], both[len(values) :]
 
     # -- announcements ------------------------------------------------------------------------------------

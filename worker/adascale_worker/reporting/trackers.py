@@ -44,7 +44,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path = "runs") -> None:
-        _require("tensorboard", "tensorboard")
+        _require("tensorboard")
         self._folder = Path(folder)
         self._writers: dict[str, Any] = {}
 
@@ -79,7 +79,9 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str | None = None, **options: Any) -> None:
-        self._wandb = _require("wandb", "wandb")
+        # It asks at a terminal for an account, which no replica has.
+        os.environ.setdefault("WANDB_SILENT", "true")
+        self._wandb = _require("wandb")
         self._options = {"project": project, **options}
         self._run: Any = None
 
@@ -107,7 +109,7 @@ class MLflow:
     """
 
     def __init__(self, experiment: str = "Default", tracking_uri: str | None = None) -> None:
-        mlflow = _require("mlflow", "mlflow")
+        mlflow = _require("mlflow")
         self._client = mlflow.MlflowClient(tracking_uri)
         self._experiment = experiment
         self._run = ""
@@ -150,24 +152,16 @@ def make_tracker(tracker: str | Tracker | None) -> Tracker | None:
             )
         named: Tracker = _NAMED[tracker]()
         return named
-    missing = [name for name in ("begin", "log", "close") if not callable(getattr(tracker, name, None))]
-    if missing:
-        raise WorkerError(
-            f"ElasticTrainer got a {type(tracker).__name__} as tracker, which has no method "
-            f"{', '.join(missing)}: see adascale.Tracker"
-        )
     return tracker
 
 
-def _require(package: str, distribution: str) -> Any:
-    # Weights & Biases asks at a terminal for an account, which no replica has.
-    os.environ.setdefault("WANDB_SILENT", "true")
+def _require(package: str) -> Any:
     try:
         return import_module(package)
     except ImportError as error:
         raise WorkerError(
             f"the tracker needs the package {package}, which is not installed ({error}): "
-            f"pip install {distribution}"
+            f"pip install {package}"
         ) from None
 
 
