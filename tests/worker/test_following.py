@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from adascale_worker.state import following
 from adascale_worker.state.exchange import ReceiveMemory
-from adascale_worker.state.following import Followed, StateFollower, StateSource
+from adascale_worker.state.following import StateFollower, StateSource
 from adascale_worker.state.tree import flatten
 
 Optimizer = torch.optim.Optimizer
@@ -88,12 +88,11 @@ def content(state: Any) -> tuple[bytes, list[Tensor]]:
 
 def joined(
     source: Program, joiner: Program, between: Callable[[], None] = lambda: None, steps: int = 40
-) -> tuple[StateSource, Followed | None]:
+) -> tuple[StateSource, StateFollower]:
     """Let a replica follow another one for some steps, or until it has all but the rest."""
     ours, theirs = socket.socketpair()
-    found: list[Followed | None] = []
     follower = StateFollower(joiner.optimizers, ReceiveMemory())
-    thread = threading.Thread(target=lambda: found.append(follower.follow(theirs, lambda: None)))
+    thread = threading.Thread(target=follower.follow, args=(theirs, lambda: None))
     thread.start()
     sending = StateSource(source.optimizers, source.state, [ours])
     for _ in range(steps):
@@ -103,11 +102,11 @@ def joined(
         between()
     # Not later: what the thread cannot send after `close` is a problem too.
     assert sending.is_complete == (steps > 1)
-    sending.send_rest(source.state, (3, source.steps, 8 * source.steps), lambda: None)
+    sending.send_rest((3, source.steps, 8 * source.steps), lambda: None)
     sending.close()
     thread.join()
     theirs.close()
-    return sending, found[0]
+    return sending, follower
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -121,7 +120,6 @@ def test_a_replica_that_follows_the_steps_of_another_has_its_state_bit_for_bit(
         source.step()
     sending, followed = joined(source, joiner)
     assert not sending.problem
-    assert followed is not None
     assert followed.number == (3, source.steps, 8 * source.steps)
     assert source.steps - steps_before >= 2, "several pieces"
     spec, tensors = content(source.state())
@@ -143,7 +141,7 @@ def test_a_replica_that_differs_waits_for_the_whole_state(
         source.first.weight.data.clamp_(-0.01, 0.01)
 
     _, followed = joined(source, joiner, limit)
-    assert followed is None
+    assert followed.number is None
     assert "beside optimizer.step()" in capsys.readouterr().out
 
 
@@ -189,5 +187,5 @@ def test_a_replica_that_has_received_a_part_keeps_no_moments_of_it() -> None:
     source, joiner = Program(OPTIMIZERS["Adam"], 1), Program(OPTIMIZERS["Adam"], 2)
     source.step()
     _, followed = joined(source, joiner, steps=1)
-    assert followed is None
+    assert followed.number is None
     assert not joiner.optimizers[0].state

@@ -46,7 +46,6 @@ from adascale_worker.membership.replica_processes import described_error, shared
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
 from adascale_worker.program.parts import check_optimizer_parameters
-from adascale_worker.state.following import StateFollowing
 
 POLL: Final = 0.1
 """Seconds after which a wait looks for signals again."""
@@ -153,12 +152,12 @@ class Generations(Context):
             return False
         now = time.monotonic()
         self._pending_since = now if self._pending_since is None else self._pending_since
-        links, following = self._next_links, self.state.following
-        if following is None:
+        links, state = self._next_links, self.state
+        if self.group.has_mesh:
             return True
         if links is not None and self._sends_to is links:
-            return following.is_sent
-        following.stop()
+            return state.is_sent
+        state.stop_sending()
         self._sends_to = None
         if links is None or links.assignment.rank > 0:
             return True
@@ -170,10 +169,10 @@ class Generations(Context):
             return now - self._pending_since > MAX_CONNECTION_TIME
         self._sends_to = links
         try:
-            following.begin(links.connect_to_followers())
+            state.begin_sending(links.connect_to_followers())
         except OSError as error:
             print(f"adascale: replicas that join wait for the state: {error}", flush=True)
-        return following.is_sent
+        return state.is_sent
 
     def _prepare(self, assignment: Assignment) -> None:
         """Accept the connections of the members of a generation."""
@@ -292,12 +291,16 @@ class Generations(Context):
             self._next_links = None
         self._left.clear()
         self._links = links
-        if (following := self.state.following) is not None:
-            if links is not None and links is self._sends_to and not links.broken:
-                following.finish(lambda: self._require_undisturbed(links))
-            following.stop()
-            if links is not None and assignment.rank > 0 and self.state.number is None:
-                self._receive_state(links, following)
+        if links is not None and links is self._sends_to and not links.broken:
+            self.state.finish_sending(lambda: self._require_undisturbed(links))
+        self.state.stop_sending()
+        if (
+            links is not None
+            and assignment.rank > 0
+            and self.state.number is None
+            and not self.group.has_mesh
+        ):
+            self._receive_state(links)
         self._sends_to = self._pending_since = None
         self._instances = frozenset(member.instance for member in assignment.members)
         store, formation = None, Formation(0, (self.state.number,))
@@ -324,7 +327,7 @@ class Generations(Context):
                 self.channel.wait(POLL)
         return store, links.formation
 
-    def _receive_state(self, links: MembershipLinks, following: StateFollowing) -> None:
+    def _receive_state(self, links: MembershipLinks) -> None:
         """Receive the state of rank 0 while it trains, until it waits for the others."""
         assignment = links.assignment
         with listen(assignment.members[assignment.rank].address) as listener:
@@ -338,7 +341,7 @@ class Generations(Context):
                     continue
                 with connection:
                     if _has_sent(connection, proof):
-                        following.receive(connection, lambda: self._require_undisturbed(links))
+                        self.state.receive_beside(connection, lambda: self._require_undisturbed(links))
                         return
 
     def _follow_leader(self) -> tuple[Assignment, Formation]:
@@ -543,8 +546,7 @@ class Generations(Context):
     def close(self) -> None:
         """Send `leave` to the other members."""
         self.group.observe(None)
-        if self.state.following is not None:
-            self.state.following.stop()
+        self.state.stop_sending()
         self._close_earlier_links()
         for links in (self._links, self._next_links):
             if links is not None:

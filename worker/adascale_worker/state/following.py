@@ -20,9 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_core.errors import AdaScaleError
 from adascale_worker.membership.links import StateNumber
-from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.state.exchange import CHUNK, SMALL, ReceiveMemory, bytes_of
 from adascale_worker.state.file import Snapshot, data_bytes, offsets_of
 from adascale_worker.state.tree import TensorIndex, Tree, flatten, layout_of, layouts, memory_of, unflatten
@@ -57,85 +55,6 @@ _LENGTH = struct.Struct("<Q")
 Key = tuple[str | int, ...]
 """Which tensor: (number of a parameter,), (number of a parameter, name in the optimizer's state), or (place
 in the state,)."""
-
-
-@dataclass(frozen=True)
-class Followed:
-    """A state that was received while the others trained."""
-
-    number: StateNumber
-    state: Tree
-
-
-class FollowedState(Protocol):
-    """The state of training, as its two ends need it."""
-
-    @property
-    def number(self) -> StateNumber | None:
-        """Its number; None without a state."""
-
-    @property
-    def receive_memory(self) -> ReceiveMemory:
-        """Memory for the state of another replica."""
-
-    def state_dict(self) -> Tree:
-        """Return the state, whose tensors are the program's own."""
-
-
-class StateFollowing:
-    """The state of this replica, on its way to or from another one while that trains."""
-
-    def __init__(self, state: FollowedState, optimizers: Optimizers) -> None:
-        self._state = state
-        self._discard_comparison = optimizers.discard_comparison
-        self._optimizers = [part.optimizer for part in optimizers.parts.values()]
-        self._source: StateSource | None = None
-        self.received: Followed | None = None
-        """What this replica has received, until it is a member."""
-        self.has_received = False
-        """Whether weights and optimizer may have parts of another replica's state."""
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether those that receive it need nothing before the next change."""
-        return self._source is None or self._source.is_complete
-
-    def begin(self, connections: Sequence[socket.socket]) -> None:
-        """Send the state from the next step on."""
-        self._discard_comparison()
-        self._source = StateSource(self._optimizers, self._state.state_dict, connections)
-
-    def finish(self, check: Callable[[], None]) -> None:
-        """Send the rest between two steps, if all but the rest was sent. `check` may raise an error."""
-        if self._source is not None and (number := self._state.number) is not None:
-            self._discard_comparison()
-            self._source.send_rest(self._state.state_dict, number, check)
-        self.stop()
-
-    def stop(self) -> None:
-        """Send nothing any more."""
-        source, self._source = self._source, None
-        if source is not None:
-            if source.problem:
-                print(f"adascale: replicas that join wait for the state: {source.problem}", flush=True)
-            source.close()
-
-    def receive(self, connection: socket.socket, check: Callable[[], None]) -> None:
-        """Receive the state of another replica. `check` may raise an error meanwhile."""
-        follower = StateFollower(self._optimizers, self._state.receive_memory)
-        try:
-            self.received = follower.follow(connection, check)
-        finally:
-            self.has_received = self.has_received or follower.count > 0
-
-    def take(self) -> Followed | None:
-        """Return what this replica has received, once."""
-        received, self.received = self.received, None
-        return received
-
-
-class _LostError(Exception):
-    """The other end has closed the connection."""
 
 
 class _Tensors:
@@ -192,6 +111,7 @@ class StateSource:
         connections: Sequence[socket.socket],
     ) -> None:
         self._tensors = _Tensors(optimizers)
+        self._make_state = make_state
         self._connections = connections
         self._sent = 0
         """Parameters that are sent, the first ones."""
@@ -213,12 +133,12 @@ class StateSource:
         self.problem = ""
         """Why the state has to be sent as a whole; empty while it has not."""
         self._hooks: list[RemovableHandle] = []
-        self._attempt(lambda: self._begin(make_state()))
+        self._attempt(self._begin)
 
-    def _begin(self, state: Tree) -> None:
+    def _begin(self) -> None:
         for connection in self._connections:
             connection.settimeout(TIMEOUT)
-        self._others = dict(_large_tensors(state, self._tensors))
+        self._others = dict(_large_tensors(self._make_state(), self._tensors))
         self._waiting.extend(self._others)
         for number, optimizer in enumerate(self._tensors.optimizers):
             before, after = partial(self._before_step, number), partial(self._after_step, number)
@@ -232,15 +152,15 @@ class StateSource:
         """Whether only a small rest remains to be sent, or the whole state has to be sent."""
         return bool(self.problem) or (self._sent == len(self._tensors.parameters) and not self._waiting)
 
-    def send_rest(
-        self, make_state: Callable[[], Tree], number: StateNumber, check: Callable[[], None]
-    ) -> None:
-        """Send the rest between two steps, if all but the rest was sent."""
+    def send_rest(self, number: StateNumber, check: Callable[[], None]) -> None:
+        """Send the rest between two steps, if all but the rest was sent. `check` may raise an error."""
         if self.is_complete:
-            self._attempt(lambda: self._send_rest(make_state(), number, check))
+            self._attempt(lambda: self._send_rest(number, check))
 
     def close(self) -> None:
         """Send nothing any more."""
+        if self.problem:
+            print(f"adascale: replicas that join wait for the state: {self.problem}", flush=True)
         for hook in self._hooks:
             hook.remove()
         self._disconnect()
@@ -328,8 +248,8 @@ class StateSource:
         self._pieces.copy({"parameters": parameters, "others": others})
         self._hand_over(self._step, self._pieces)
 
-    def _send_rest(self, state: Tree, number: StateNumber, check: Callable[[], None]) -> None:
-        spec, tensors = flatten(state)
+    def _send_rest(self, number: StateNumber, check: Callable[[], None]) -> None:
+        spec, tensors = flatten(self._make_state())
         sent = self._tensors.all_large(self._sent)
         places = {_address(tensor): key for key, tensor in sent.items()}
         known: dict[int, Key] = {}
@@ -382,35 +302,36 @@ class StateFollower:
         """Parameters that this replica has received, the first ones."""
         self._others: dict[str, Tensor] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.number: StateNumber | None = None
+        """That of the state; None until it is complete."""
+        self.state: Tree = {}
 
-    def follow(self, connection: socket.socket, check: Callable[[], None]) -> Followed | None:
-        """Return the state once it is complete; None if it has to be received as a whole.
+    def follow(self, connection: socket.socket, check: Callable[[], None]) -> None:
+        """Receive the state until it is complete, or has to be received as a whole.
 
         `check` is called again and again, and may raise an error.
         """
         connection.settimeout(POLL)
-        followed = None
         try:
-            while followed is None:
+            while self.number is None:
                 message = self._receive(connection, check)
                 if "number" in message:
-                    followed = self._complete(message)
+                    self.state, self.number = self._complete(message), message["number"]
                 elif "groups" in message:
                     self._step(**message)
                 else:
                     self._keep(**message)
-        except (_LostError, OSError):
+        except OSError:
             pass  # The other one says why, if it can.
         except (RuntimeError, ValueError, LookupError, TypeError, AdaScaleError) as error:
             print(
                 f"adascale: the state cannot be received during the steps of the others: {error}", flush=True
             )
         finally:
-            if followed is None:
+            if self.number is None:
                 # The whole state needs this memory.
                 for optimizer in self._tensors.optimizers:
                     optimizer.state.clear()
-        return followed
 
     def _receive(self, connection: socket.socket, check: Callable[[], None]) -> Any:
         """Return a message, whose tensors are in the buffer."""
@@ -482,7 +403,7 @@ class StateFollower:
             else:
                 state[name] = value
 
-    def _complete(self, rest: Any) -> Followed:
+    def _complete(self, rest: Any) -> Tree:
         """Return the state, if what this replica has is equal to what the other one has."""
         own, expected = self._tensors.all_large(self.count), rest["checksums"]
         if differing := [key for key in expected if key not in own or checksum(own[key]) != expected[key]]:
@@ -500,7 +421,8 @@ class StateFollower:
             else:
                 found = own[key] if key in own else self._others[key[0]]
                 tensors += flatten(found)[1]
-        return Followed(rest["number"], unflatten(rest["spec"], tensors))
+        state: Tree = unflatten(rest["spec"], tensors)
+        return state
 
 
 def checksum(tensor: Tensor) -> str:
@@ -548,5 +470,5 @@ def _read(connection: socket.socket, memory: memoryview, check: Callable[[], Non
         with contextlib.suppress(TimeoutError):
             count = connection.recv_into(memory)
             if not count:
-                raise _LostError
+                raise ConnectionResetError("the other end has closed the connection")
             memory = memory[count:]

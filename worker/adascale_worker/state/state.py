@@ -7,6 +7,7 @@ part of a checkpoint.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from adascale_worker.state.exchange import (
     routes,
     send,
 )
-from adascale_worker.state.following import StateFollowing
+from adascale_worker.state.following import StateFollower, StateSource
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.shards import KEY, Shards, converted, division_of, local_part, with_local
@@ -98,8 +99,12 @@ class State:
         """Whether training has continued from a checkpoint, or from the state of other members."""
         self.receive_memory = ReceiveMemory()
         """Memory for the state of another replica."""
-        self.following = None if self._group.has_mesh else StateFollowing(self, program.optimizer)
-        """What sends and receives the state while the others train."""
+        self._source: StateSource | None = None
+        """What sends the state while this replica trains."""
+        self._received: StateFollower | None = None
+        """What has received the state while the others trained, until this replica is a member."""
+        self._has_received = False
+        """Whether weights and optimizer may have parts of another replica's state."""
         self._kept: KeptSnapshot | None = None
         """The copy of the agent that is restored, because it is later than the last checkpoint."""
         self._next_copy_at: float | None = None
@@ -110,8 +115,7 @@ class State:
     def number(self) -> StateNumber | None:
         """The number of the state, as it is after an unfinished step is put back; None without a state."""
         if self.generation is None:
-            followed = None if self.following is None else self.following.received
-            return None if followed is None else followed.number
+            return None if self._received is None else self._received.number
         before = self._undo.state  # read once, since another thread may ask
         if before is None:
             return self.generation, self._progress.step, self._progress.consumed
@@ -120,7 +124,7 @@ class State:
     @property
     def is_mixed(self) -> bool:
         """Whether the program's weights may be neither its initial ones nor those of a state."""
-        return self.generation is None and self.following is not None and self.following.has_received
+        return self.generation is None and self._has_received
 
     # -- contents -----------------------------------------------------------------------------------------
 
@@ -372,6 +376,41 @@ class State:
         program = self._program
         self.receive_memory = ReceiveMemory(expected_sizes(program.model, program.optimizer))
 
+    def begin_sending(self, connections: Sequence[socket.socket]) -> None:
+        """Send the state to replicas that join, from the next step on."""
+        self._program.optimizer.discard_comparison()
+        self._source = StateSource(self._optimizers, self.state_dict, connections)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether replicas that join need nothing before the next change."""
+        return self._source is None or self._source.is_complete
+
+    def finish_sending(self, check: Callable[[], None]) -> None:
+        """Send the rest between two steps, if all but the rest was sent. `check` may raise an error."""
+        if self._source is not None and (number := self.number) is not None:
+            self._program.optimizer.discard_comparison()
+            self._source.send_rest(number, check)
+        self.stop_sending()
+
+    def stop_sending(self) -> None:
+        """Send nothing to replicas that join any more."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    def receive_beside(self, connection: socket.socket, check: Callable[[], None]) -> None:
+        """Receive the state of a replica that trains meanwhile. `check` may raise an error."""
+        self._received = follower = StateFollower(self._optimizers, self.receive_memory)
+        try:
+            follower.follow(connection, check)
+        finally:
+            self._has_received = self._has_received or follower.count > 0
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part.optimizer for part in self._program.optimizer.parts.values()]
+
     def begin_generation(self, generation: int) -> None:
         """Release what was prepared: all members have the same state, and keep it for each other."""
         self.generation = generation
@@ -386,12 +425,12 @@ class State:
         `nodes` has the node of each rank.
         """
         group = self._group
-        followed = None if self.following is None else self.following.take()
-        if followed is not None and group.rank in sources:
-            self.load_state_dict(followed.state)
+        received, self._received = self._received, None
+        if received is not None and received.number is not None and group.rank in sources:
+            self.load_state_dict(received.state)
             self.was_restored = True
             print(
-                f"adascale: joins after step {followed.number[1]}, with the state that it has received while "
+                f"adascale: joins after step {received.number[1]}, with the state that it has received while "
                 "the others trained",
                 flush=True,
             )
