@@ -37,7 +37,7 @@ from adascale_worker.agent.snapshots import SnapshotServer, SnapshotTransfers, m
 from adascale_worker.process.snapshot_place import SnapshotPlace
 from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
-from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 
 BATCH = 64

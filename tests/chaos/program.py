@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from adascale import ElasticTrainer
-from adascale_worker.batches import stream_reader
+from adascale_worker.batches import stream
 from adascale_worker.batches.order import shuffled
 
 SAMPLES = 96
@@ -38,7 +38,7 @@ BUGGY_STEP = 40
 
 
 kind = os.environ.get("CHAOS_DATA", "items")
-stream_reader.SAVE_INTERVAL = 10
+stream.SAVE_INTERVAL = 10
 
 
 def streams() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adascale_core.names import SNAPSHOT_FILE
-from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
 from support.launch import PROGRAM, AgentProcess, Journal, has_exited, run_python, wait_until
 from support.service import LONG, Job

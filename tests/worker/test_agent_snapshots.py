@@ -17,7 +17,7 @@ from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.schedule import Checkpointing
-from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 from support.training import FIXED, MakeTrainer, adamw, equal, make_step, network, parameters_of, samples
 

@@ -12,7 +12,7 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.program.optimizers import Optimizers
+from adascale_worker.program.parts import Optimizers
 from adascale_worker.reporting.progress import StepTimer
 from support.job_states import OF_SAMPLES
 

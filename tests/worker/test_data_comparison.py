@@ -17,8 +17,7 @@ from torch.utils.data import Subset, random_split
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.batches import comparison
-from adascale_worker.batches.feed import DataFeed
-from adascale_worker.batches.micro_batches import LoadedBatches
+from adascale_worker.batches.feed import DataFeed, LoadedBatches
 from adascale_worker.errors import DatasetError
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.membership.process_group import ReplicaGroup

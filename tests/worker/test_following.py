@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adascale_worker.state import following
-from adascale_worker.state.exchange import ReceiveMemory
-from adascale_worker.state.following import StateFollower, StateSource
+from adascale_worker.state import transfer
+from adascale_worker.state.transfer import ReceiveMemory, StateFollower, StateSource
 from adascale_worker.state.tree import flatten
 
 Optimizer = torch.optim.Optimizer
@@ -23,9 +22,9 @@ Optimizer = torch.optim.Optimizer
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send a parameter in each step, and wait for it as long as it takes on a busy machine."""
-    monkeypatch.setattr(following, "CHUNK", 1 << 10)
-    monkeypatch.setattr(following, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(following, "LEAST_WAIT", 60.0)
+    monkeypatch.setattr(transfer, "CHUNK", 1 << 10)
+    monkeypatch.setattr(transfer, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(transfer, "LEAST_WAIT", 60.0)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -163,8 +162,8 @@ def test_training_continues_if_the_one_that_joins_is_lost() -> None:
 
 def test_steps_do_not_wait_for_a_slow_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads, as if the one that joins were frozen."""
-    monkeypatch.setattr(following, "LEAST_WAIT", 0.1)
-    monkeypatch.setattr(following, "MAX_WAIT", 0.0)
+    monkeypatch.setattr(transfer, "LEAST_WAIT", 0.1)
+    monkeypatch.setattr(transfer, "MAX_WAIT", 0.0)
     source = Program(OPTIMIZERS["momentum"], 1)
     ours, theirs = socket.socketpair()
     sending = StateSource(source.optimizers, source.state, [ours])
@@ -177,10 +176,10 @@ def test_steps_do_not_wait_for_a_slow_connection(monkeypatch: pytest.MonkeyPatch
 
 def test_a_checksum_differs_for_other_bytes_and_another_order() -> None:
     tensor = torch.arange(5000)
-    sums = [following.checksum(each) for each in (tensor, tensor.flip(0), tensor.roll(1024), tensor + 1)]
+    sums = [transfer.checksum(each) for each in (tensor, tensor.flip(0), tensor.roll(1024), tensor + 1)]
     assert len(set(sums)) == len(sums)
     moved = torch.cat([torch.zeros(4, dtype=torch.uint8), tensor.view(torch.uint8)])[4:]
-    assert following.checksum(moved) == following.checksum(tensor.view(torch.uint8))
+    assert transfer.checksum(moved) == transfer.checksum(tensor.view(torch.uint8))
 
 
 def test_a_replica_that_has_received_a_part_keeps_no_moments_of_it() -> None:

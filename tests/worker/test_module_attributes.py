@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adascale_worker.program.module_attributes import ModuleAttributes
+from adascale_worker.state.program import ModuleAttributes
 from support.training import FIXED, MakeTrainer, network, sgd, train
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
-from adascale_worker.batches.feed import DataFeed
-from adascale_worker.batches.micro_batches import MicroBatches
+from adascale_worker.batches.feed import DataFeed, MicroBatches
 from adascale_worker.batches.order import shuffled
 from adascale_worker.errors import DatasetError
 from adascale_worker.gradients.step_division import StepDivision

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from adascale_worker.state.exchange import SMALL, ReceiveMemory, expected_sizes
+from adascale_worker.state.transfer import SMALL, ReceiveMemory, expected_sizes
 from adascale_worker.state.tree import TensorLayout, flatten
 from support.memory import release_free_memory
 

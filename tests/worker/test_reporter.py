@@ -20,7 +20,7 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.program.optimizers import Optimizers
+from adascale_worker.program.parts import Optimizers
 from adascale_worker.reporting import reports as reporter_module
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter, Telemetry, require_metrics

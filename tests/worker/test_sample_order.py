@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.micro_batches import MicroBatches
-from adascale_worker.batches.order import SampleSequence, by_program, grouped, sequential, shuffled
-from adascale_worker.batches.seeding import Indices, permute
+from adascale_worker.batches.feed import MicroBatches
+from adascale_worker.batches.order import (
+    Indices,
+    SampleSequence,
+    by_program,
+    grouped,
+    permute,
+    sequential,
+    shuffled,
+)
 from adascale_worker.errors import DatasetError
 
 plans = st.builds(

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.stream_feed import StreamFeed, deal
-from adascale_worker.batches.stream_reader import Shard, Stream, StreamPlace
+from adascale_worker.batches.stream import Shard, Stream, StreamFeed, StreamPlace, deal
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.tree import flatten, unflatten

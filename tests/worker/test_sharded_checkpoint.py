@@ -20,9 +20,8 @@ from adascale_storage import Part, Storage, StorageFullError, WriteCancelledErro
 from adascale_storage.folder import Folder
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.state.file import Snapshot
+from adascale_worker.state.file import KEY, Division, Shards, Snapshot
 from adascale_worker.state.schedule import Checkpointing
-from adascale_worker.state.shards import KEY, Division, Shards
 from adascale_worker.state.store import CheckpointInfo, CheckpointProcesses, CheckpointStore
 from adascale_worker.torch_private.distributed import process_group_beside
 

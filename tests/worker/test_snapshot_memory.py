@@ -17,7 +17,7 @@ from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.errors import CheckpointError
 from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.state.file import Snapshot
-from adascale_worker.state.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
+from adascale_worker.state.state import NoSnapshotMemoryError, SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 from support.fast_python import Program
 from support.launch import wait_until
@@ -31,7 +31,7 @@ WRITER = """
 import sys
 import torch
 from dataclasses import replace
-from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
 
 memory = SnapshotMemory(sys.argv[1].split(":"))

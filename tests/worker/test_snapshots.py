@@ -18,7 +18,7 @@ from adascale_core.messages.allocation import ActiveAllocation, Allocation, Allo
 from adascale_worker.agent import snapshots
 from adascale_worker.agent.snapshots import SnapshotChannel, SnapshotChannelError, Snapshots
 from adascale_worker.process.snapshot_place import SnapshotPlace
-from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
 from support.launch import free_port, wait_until
 

@@ -17,8 +17,8 @@ from adascale_core.messages.channel import Assignment
 from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.state import exchange
-from adascale_worker.state.exchange import CHUNK, SMALL, ReceiveMemory, Route, routes
+from adascale_worker.state import transfer
+from adascale_worker.state.transfer import CHUNK, SMALL, ReceiveMemory, Route, routes
 
 NODES = st.sampled_from(["a", "b", "c"])
 
@@ -94,7 +94,7 @@ class Aborted:
 
 def test_a_transfer_ends_when_a_gpu_has_made_it() -> None:
     with pytest.raises(PeersLostError):
-        exchange.send(Aborted(), 1, large_state(), device=torch.device("cpu"))  # type: ignore[arg-type]
+        transfer.send(Aborted(), 1, large_state(), device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
 REPLICAS = 5
@@ -120,11 +120,11 @@ def transfer_states(rank: int, folder: Path) -> None:
     route = routes(SOURCES, receivers, [""] * REPLICAS)[rank]
     for state in STATES:
         if route.source is not None:
-            received = exchange.receive(group, route, device=host, memory=ReceiveMemory([SMALL * 2]))
+            received = transfer.receive(group, route, device=host, memory=ReceiveMemory([SMALL * 2]))
             assert equal(received, state)
         else:
             assert route.target is not None
-            exchange.send(group, route.target, state, device=host)
+            transfer.send(group, route.target, state, device=host)
     group.sum([1.0])
     group.destroy_before_finalization()
 

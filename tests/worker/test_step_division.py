@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.errors import InvalidJobError
-from adascale_worker.batches.micro_batches import LoadedBatches, MicroBatches
+from adascale_worker.batches.feed import LoadedBatches, MicroBatches
 from adascale_worker.batches.order import shuffled
 from adascale_worker.gradients.step_division import StepDivision, StepPlan, interval_at
 from support.training import (

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches import stream_reader
-from adascale_worker.batches.stream_feed import StreamFeed
-from adascale_worker.batches.stream_reader import Stream, StreamPlace, StreamReader
+from adascale_worker.batches import stream as stream_module
+from adascale_worker.batches.stream import Stream, StreamFeed, StreamPlace, StreamReader
 from adascale_worker.errors import DatasetError
 from adascale_worker.state.tree import flatten, unflatten
 from support.examples import examples
@@ -161,7 +160,7 @@ def test_each_record_is_trained_once_per_pass_over_joins_losses_plans_and_restar
     kind: str, count: int, interval: int, shuffle_buffer: int, schedule: list[Event]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_reader, "SAVE_INTERVAL", interval)
+        patch.setattr(stream_module, "SAVE_INTERVAL", interval)
         job = Job(lambda: make_data_set(kind, count), {"shuffle_buffer": shuffle_buffer})
         calm = Job(lambda: make_data_set(kind, count), {"shuffle_buffer": shuffle_buffer})
         job.start(BatchPlan(1, 2, 1))
@@ -251,7 +250,7 @@ def test_a_replica_that_joins_reads_from_the_last_state_and_not_from_the_beginni
     job.start(BatchPlan(2, 50, 1), [0])
     job.step()
     assert place_of(job).saved is not None
-    assert job.replicas[1].dataset.read <= stream_reader.SAVE_INTERVAL + 101
+    assert job.replicas[1].dataset.read <= stream_module.SAVE_INTERVAL + 101
     # Without states it reads forward.
     plain = Job(lambda: Numbers(50_000))
     plain.start(BatchPlan(1, 50, 1))
@@ -300,7 +299,7 @@ def test_what_a_data_set_draws_does_not_depend_on_the_trainers_generators() -> N
 def test_a_shuffle_buffer_that_a_state_does_not_contain_is_an_error(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_reader, "SAVE_INTERVAL", 10)
+    monkeypatch.setattr(stream_module, "SAVE_INTERVAL", 10)
     job = Job(lambda: WithState(100, buffer=8), options={"collate_fn": list, **options})
     job.start(BatchPlan(1, 5, 1))
     for _ in range(5):

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 
 from adascale import AdaScale
-from adascale_worker.batches.order import shuffled
-from adascale_worker.batches.seeding import seed_generators
+from adascale_worker.batches.order import seed_generators, shuffled
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import select_device

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.state import following
-from adascale_worker.state.following import StateFollower, StateSource
+from adascale_worker.state import transfer
+from adascale_worker.state.transfer import StateFollower, StateSource
 
 SENT = 5
 """Messages: the length of the structure, the structure, and three with tensors."""
@@ -29,7 +29,7 @@ def fail(*_: Any) -> None:
     raise OSError("the test lets it fail")
 
 
-following.LEAST_WAIT = 60.0  # type: ignore[misc]
+transfer.LEAST_WAIT = 60.0  # type: ignore[misc]
 place = f"{os.environ.get('WHILE', 'whole')} {os.environ.get('DIES', '0')}"
 if place == "whole 0":
     StateSource._before_step = fail  # type: ignore[assignment]

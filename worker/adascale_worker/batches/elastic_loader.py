@@ -10,11 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.feed import CHOSEN_BY_TRAINER
-from adascale_worker.batches.micro_batches import MicroBatches, make_loader
+from adascale_worker.batches.feed import CHOSEN_BY_TRAINER, MicroBatches, make_loader
 from adascale_worker.batches.order import Lengths, OrderFunction, SampleSequence, order_of
-from adascale_worker.batches.stream_feed import StreamFeed
-from adascale_worker.batches.stream_reader import Stream
+from adascale_worker.batches.stream import Stream, StreamFeed
 from adascale_worker.errors import DatasetError
 
 _REFUSED = CHOSEN_BY_TRAINER | {"in_order", "shards", "exactly_once"}

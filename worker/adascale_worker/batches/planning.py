@@ -20,7 +20,7 @@ from adascale_core.batch.plans import (
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.optimizers import Optimizers
+from adascale_worker.program.parts import Optimizers
 from adascale_worker.reporting.progress import StepTimer
 
 REPLAN_INTERVAL = 1.0

@@ -32,7 +32,7 @@ from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter
 from adascale_worker.reporting.trackers import Tracker
 from adascale_worker.state.schedule import Checkpointing
-from adascale_worker.state.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
+from adascale_worker.state.state import NoSnapshotMemoryError, SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from adascale_worker.loop.failures import Failures
     from adascale_worker.loop.generations import Generations
     from adascale_worker.loop.steps import ModelBuffers, Steps, StepUndo
-    from adascale_worker.program.optimizers import Optimizers
-    from adascale_worker.program.parts import ProgramParts
+    from adascale_worker.program.parts import Optimizers, ProgramParts
     from adascale_worker.program.program_loop import ProgramLoop
     from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
     from adascale_worker.reporting.reports import Telemetry

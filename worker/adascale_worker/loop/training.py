@@ -24,9 +24,8 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import TrainingSaved
 from adascale_worker.adascale import AdaScale
-from adascale_worker.batches.feed import DataFeed
-from adascale_worker.batches.micro_batches import LoadedBatches
-from adascale_worker.batches.seeding import seed_generators
+from adascale_worker.batches.feed import DataFeed, LoadedBatches
+from adascale_worker.batches.order import seed_generators
 from adascale_worker.errors import NonFiniteWeightsError, ReplicaCheckError, ReplicationError, WorkerError
 from adascale_worker.gradients.accumulation import Accumulation, guard_backward, patch_forward
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
@@ -45,16 +44,13 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import DeviceClock, find_fault
 from adascale_worker.process.user_code import calling_line, warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
-from adascale_worker.program.learning_rates import LearningRates
-from adascale_worker.program.module_attributes import ModuleAttributes
-from adascale_worker.program.optimizers import Optimizers
-from adascale_worker.program.parts import ProgramParts, refuse_other_training, require_sharded
-from adascale_worker.program.patching import patch_scheduler
+from adascale_worker.program.parts import Optimizers, ProgramParts, refuse_other_training, require_sharded
+from adascale_worker.program.patching import LearningRates, patch_scheduler
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.program import ProgramState, Stateful
+from adascale_worker.state.program import ModuleAttributes, ProgramState, Stateful
 from adascale_worker.state.state import State, TrainerPart
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm

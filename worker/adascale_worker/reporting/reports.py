@@ -29,7 +29,7 @@ from adascale_core.performance.slow_replica import SlowReplica
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import DeviceClock, monitor_of
-from adascale_worker.program.optimizers import Optimizers
+from adascale_worker.program.parts import Optimizers
 from adascale_worker.reporting.progress import Goodput, StepTimer, TrainingProgress
 from adascale_worker.reporting.trackers import TrackedRun, Tracker
 

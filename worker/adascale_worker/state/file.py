@@ -1,25 +1,40 @@
-"""The file with a state, and the copy of a state in memory that is written to such a file.
+"""The file with a state or a process's part of it, the copy that is written to it, and how it is read again.
 
-The format is that of safetensors: https://github.com/huggingface/safetensors.
+The format is that of safetensors: https://github.com/huggingface/safetensors. The file begins with the length
+of a JSON header (8 bytes, little-endian) and the header, which has the name, type, shape and position of each
+tensor. The tensors follow. `__metadata__` of the header contains the rest of the state (see `tree`).
 
-The file begins with the length of a JSON header (8 bytes, little-endian) and the header, which has the name,
-type, shape and position of each tensor. The tensors follow. `__metadata__` of the header contains the rest of
-the state (see `tree`). The library `safetensors` reads the file too, and returns the tensors by name.
+A sharded model has a file for each process of a replica, in which `KEY` of the state describes its parts. So
+any number of processes can put the tensors together, or divide them among themselves again. Every byte is
+verified before it is used, and a process reads only what contains its part.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from adascale_storage import Part
+from adascale_core.checkpoint_manifest import (
+    InvalidManifestError,
+    Manifest,
+    StateFile,
+    UnsupportedFormatError,
+    manifest_file_name,
+)
+from adascale_storage import MissingFileError, Part, Storage
+from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.state import tree
-from adascale_worker.state.tree import InvalidSpecError, TensorIndex, TensorLayout, layout_of
+from adascale_worker.state.tree import InvalidSpecError, TensorIndex, TensorLayout, Tree, layout_of
 
 METADATA_KEY: Final = "adascale"
 _ALIGNMENT: Final = 8
@@ -250,3 +265,450 @@ class Snapshot:
             self._memory[offset : offset + layout.bytes].view(layout.dtype).view(layout.shape)
             for layout, offset in zip(layouts, offsets_of(layouts), strict=True)
         ]
+
+
+KEY: Final = "shards"
+"""Key of the description in a state."""
+_MODEL: Final = ("program", "model")
+_OPTIMIZER: Final = ("program", "optimizer", "state")
+PREVIOUS_GRADIENT: Final = ("program", "optimizer", "adascale", "statistics", "previous_gradient")
+"""Where a state has the shards of the last gradient. It is not kept for another number of processes."""
+
+Extent = tuple[int, int]
+"""The first index along a dimension, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a tensor is divided: along one dimension, in pieces of equal size; the last may be smaller."""
+
+    dimension: int
+    shape: tuple[int, ...]
+    copies: int = 1  # of each piece: the first processes have the first copy, and so on
+
+    def to_state(self) -> list[Any]:
+        """Return the description, for a state."""
+        return [self.dimension, list(self.shape), self.copies]
+
+    @property
+    def whole(self) -> Extent:
+        """The extent of the whole tensor."""
+        return 0, self.shape[self.dimension]
+
+    def is_along(self, other: Division) -> bool:
+        """Whether pieces of both are of the same tensor and dimension."""
+        return (self.dimension, self.shape) == (other.dimension, other.shape)
+
+    def pieces(self, count: int) -> int:
+        """Return the number of pieces that `count` processes have."""
+        return max(count // self.copies, 1)
+
+    def extent(self, process: int, count: int) -> Extent:
+        """Return which part one of `count` processes has."""
+        length, pieces = self.shape[self.dimension], self.pieces(count)
+        piece, number = -(-length // pieces), process % pieces
+        return min(number * piece, length), min((number + 1) * piece, length)
+
+    def part_shape(self, extent: Extent) -> tuple[int, ...]:
+        """Return the shape of a part."""
+        start, stop = extent
+        return (*self.shape[: self.dimension], stop - start, *self.shape[self.dimension + 1 :])
+
+    def ranges(self, source: Extent, target: Extent, itemsize: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the ranges of bytes that two contiguous parts share: position in each, and length."""
+        start, stop = max(source[0], target[0]), min(source[1], target[1])
+        inner = math.prod(self.shape[self.dimension + 1 :]) * itemsize
+        outer = math.prod(self.shape[: self.dimension])
+        if start >= stop or not inner * outer:
+            return
+        if source == target:
+            yield 0, 0, outer * (stop - start) * inner
+            return
+        lengths = source[1] - source[0], target[1] - target[0]
+        for index in range(outer):
+            yield (
+                (index * lengths[0] + start - source[0]) * inner,
+                (index * lengths[1] + start - target[0]) * inner,
+                (stop - start) * inner,
+            )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The parts of the sharded tensors that one process has."""
+
+    process: int  # its index in the replica, from 0
+    count: int  # number of processes of the replica
+    model: Mapping[str, Division]  # by the name of the tensor
+    optimizer: Mapping[int, Division]  # of what it keeps for a parameter, by the parameter's number
+
+    def division_of(self, path: Sequence[str | int]) -> Division | None:
+        """Return how the tensor at a place of a state is divided; None if it is not sharded."""
+        if len(path) == len(_MODEL) + 1 and tuple(path[:-1]) == _MODEL:
+            return self.model.get(str(path[-1]))
+        if len(path) == len(_OPTIMIZER) + 2 and tuple(path[:-2]) == _OPTIMIZER:
+            number = path[-2]
+            return self.optimizer.get(number) if isinstance(number, int) else None
+        return None
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the description, for a state."""
+        return {
+            "process": self.process,
+            "count": self.count,
+            "model": {name: each.to_state() for name, each in self.model.items()},
+            "optimizer": {number: each.to_state() for number, each in self.optimizer.items()},
+        }
+
+    @classmethod
+    def from_state(cls, value: Any) -> Shards:
+        """Return the shards that a state describes."""
+        try:
+            return cls(
+                int(value["process"]),
+                int(value["count"]),
+                {str(name): _division(*each) for name, each in value["model"].items()},
+                {int(number): _division(*each) for number, each in value["optimizer"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidSpecError(f"the description of its shards is invalid: {error!r}") from error
+
+
+def without_previous_gradient(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state without the shards of the last gradient."""
+    copied = result = dict(state)
+    for key in PREVIOUS_GRADIENT[:-1]:
+        if not isinstance(copied.get(key), dict):
+            return result
+        copied[key] = dict(copied[key])
+        copied = copied[key]
+    copied[PREVIOUS_GRADIENT[-1]] = None
+    return result
+
+
+def _division(dimension: Any, shape: Any, copies: Any = 1) -> Division:
+    division = Division(int(dimension), tuple(int(length) for length in shape), int(copies))
+    if not 0 <= division.dimension < len(division.shape) or min(*division.shape, division.copies - 1) < 0:
+        raise ValueError(f"dimension {dimension} of shape {shape}, copies {copies}")
+    return division
+
+
+def division_of(tensor: Any) -> Division | None:
+    """Return how a DTensor is divided; None if a module has gathered it, so that all processes have it."""
+    mesh, placement = tensor.device_mesh, tensor.placements[-1]
+    if placement.is_replicate():
+        return None
+    return Division(int(placement.dim), tuple(tensor.shape), mesh.size() // mesh.size(-1))
+
+
+def with_local(template: Any, local: Tensor) -> Tensor:
+    """Return a DTensor like another one, with another tensor on this process, whose memory it uses."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=torch.Size(template.shape),
+        stride=template.stride(),
+    )
+
+
+def converted(state: Tree, convert: Callable[[Tensor, object], Tensor]) -> Tree:
+    """Return a state in which the tensors of the model and of the optimizer are converted."""
+    program = dict(state["program"])
+    optimizer = dict(program["optimizer"])
+    model = type(program["model"])()
+    for name, value in program["model"].items():
+        model[name] = convert(value, name) if isinstance(value, Tensor) else value
+    vars(model).update(vars(program["model"]) if hasattr(program["model"], "__dict__") else {})
+    optimizer["state"] = {
+        number: {
+            key: convert(value, number) if isinstance(value, Tensor) else value for key, value in kept.items()
+        }
+        for number, kept in optimizer["state"].items()
+    }
+    program["model"], program["optimizer"] = model, optimizer
+    return {**state, "program": program}
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return the shard of this process, if a tensor is sharded."""
+    local: Tensor = tensor.to_local().contiguous() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
+_PARALLEL_READS = 4
+
+
+class DamagedError(Exception):
+    """A checkpoint differs from what was saved."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Memory that bytes of a file are read into."""
+
+    offset: int  # position of the bytes behind the header
+    memory: memoryview
+
+    @property
+    def end(self) -> int:
+        """Position behind the bytes."""
+        return self.offset + len(self.memory)
+
+
+def read_manifest(storage: Storage, number: int) -> Manifest:
+    """Return the manifest of a checkpoint."""
+    name = manifest_file_name(number)
+    path = storage.path(name)
+    try:
+        return Manifest.from_json(json.loads(storage.read(name)))
+    except UnsupportedFormatError as error:
+        raise UnusableCheckpointError(f"{path}: {error}; use the version that wrote it") from error
+    except MissingFileError as error:
+        raise DamagedError(f"{path} is missing: {error}") from error
+    except InvalidManifestError as error:
+        raise DamagedError(f"{path} is damaged: {error}") from error
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def read_state(storage: Storage, manifest: Manifest, own: Shards | None) -> Tree:
+    """Return the state of a checkpoint, or the part that this process needs.
+
+    Tensors that this process's model divides in another way are returned whole.
+    """
+    files = [_File(storage, manifest, file) for file in manifest.files]
+    first = files[0]
+    try:
+        process, count = (0, 1) if own is None else (own.process, own.count)
+        if count == len(files) and (count == 1 or files[process].shards(process, count) == own):
+            return _without_description(files[process].read(process, count))
+        return _Regrouping(files, own).read()
+    except InvalidSpecError as error:
+        raise DamagedError(f"{first.path} is damaged: {error}") from error
+
+
+class _Regrouping:
+    """Puts together the part of a state that one process needs, from the parts that others have saved.
+
+    What is not sharded is that of the first process.
+    """
+
+    def __init__(self, files: Sequence[_File], own: Shards | None) -> None:
+        self._files = files
+        self._own = own
+        self._index = files[0].index
+        self._saved = files[0].shards(0, len(files)) if len(files) > 1 else None
+        self._divided = self._find_divided()
+
+    def _find_divided(self) -> dict[int, tuple[tuple[str | int, ...], Division, Extent]]:
+        """Return, by number, the place of each tensor that is divided, how, and the part that is needed."""
+        count = len(self._files)
+        found: dict[int, tuple[tuple[str | int, ...], Division, Extent]] = {}
+        uses: dict[int, int] = {}
+        for path, number in self._index.numbers.items():
+            layout = self._index.layouts[number]
+            mine = self._own.division_of(path) if self._own is not None else None
+            division = self._saved.division_of(path) if self._saved is not None else mine
+            if division is None or layout.shape != division.part_shape(division.extent(0, count)):
+                continue
+            extent = division.whole
+            if self._own is not None and mine is not None and mine.is_along(division):
+                extent = mine.extent(self._own.process, self._own.count)
+            before = found.get(number)
+            if before is not None and before[1:] != (division, extent):
+                extent = division.whole
+            found[number] = path, division, extent
+            uses[number] = uses.get(number, 0) + 1
+        for number, (path, division, _) in found.items():
+            if uses[number] != self._index.uses[number]:
+                # Another object of the program has it, too.
+                found[number] = path, division, division.whole
+        return found
+
+    def read(self) -> Tree:
+        index, divided = self._index, self._divided
+        layouts = list(index.layouts)
+        for number, (_, division, extent) in divided.items():
+            layouts[number] = TensorLayout(layouts[number].dtype, division.part_shape(extent))
+        tensors = [torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in layouts]
+        unused = index.numbers_below(PREVIOUS_GRADIENT)
+        whole = [number for number in range(len(layouts)) if number not in divided and number not in unused]
+        for process, file in enumerate(self._files):
+            targets = [target for number in whole for target in file.whole(number, tensors[number])]
+            whole = []
+            targets += self._shards_of(process, file, tensors)
+            file.read_into(targets)
+        state: Tree = tree.unflatten(index.with_layouts(layouts), tensors)
+        return _without_description(without_previous_gradient(state))
+
+    def _shards_of(self, process: int, file: _File, tensors: Sequence[Tensor]) -> Iterator[_Target]:
+        """Yield what is read from the file of a process. Without anything, not even its header is read."""
+        count = len(self._files)
+        for number, (path, division, extent) in self._divided.items():
+            if process >= division.pieces(count):
+                continue  # It has a copy of what an earlier process has.
+            source = division.extent(process, count)
+            ranges = list(division.ranges(source, extent, tensors[number].dtype.itemsize))
+            if not ranges:
+                continue
+            if process and file.shards(process, count) != self._saved_by(process):
+                raise DamagedError(f"{file.path} is damaged: its shards are not those of the first file")
+            place = file.index.numbers.get(path, -1)
+            found = file.index.layouts[place] if place >= 0 else None
+            if found != TensorLayout(tensors[number].dtype, division.part_shape(source)):
+                raise DamagedError(
+                    f"{file.path} is damaged: it has no shard of {'.'.join(map(str, path))}, or another one"
+                )
+            offset, memory = file.layout.offsets[place], tree.memory_of(tensors[number])
+            for position, target, length in ranges:
+                yield _Target(offset + position, memory[target : target + length])
+
+    def _saved_by(self, process: int) -> Shards:
+        assert self._saved is not None, "there are several files"
+        return Shards(process, self._saved.count, self._saved.model, self._saved.optimizer)
+
+
+class _File:
+    """A file with a state, or with the part of one process."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, file: StateFile) -> None:
+        self._storage = storage
+        self._file = file
+        self._chunk_bytes = manifest.chunk_bytes
+        self.path = storage.path(file.state)
+
+    @cached_property
+    def layout(self) -> StateFileLayout:
+        """Where its tensors are. Read once."""
+        header = self._read_verified(0, lambda: f"{self.path} is damaged in its header")
+        try:
+            layout = read_layout(header)
+        except InvalidSpecError as error:
+            raise DamagedError(f"{self.path} is damaged: {error}") from error
+        expected = len(layout.header) + layout.data_bytes
+        if self._file.bytes != expected or self._file.header_bytes != len(layout.header):
+            raise DamagedError(
+                f"{self.path} is damaged: its tensors need {expected} bytes, not {self._file.bytes}"
+            )
+        return layout
+
+    @cached_property
+    def index(self) -> TensorIndex:
+        """The places of its tensors in the state."""
+        return TensorIndex(self.layout.spec)
+
+    @cached_property
+    def _described(self) -> Shards:
+        return Shards.from_state(self.index.value(KEY))
+
+    def shards(self, process: int, count: int) -> Shards:
+        """Return what it describes as its shards."""
+        found = self._described
+        if (found.process, found.count) != (process, count):
+            raise DamagedError(
+                f"{self.path} is damaged: it is of process {found.process} of {found.count}, not {process} "
+                f"of {count}"
+            )
+        return found
+
+    def read(self, process: int = 0, count: int = 1) -> Tree:
+        """Return the state, or the part of a process."""
+        if count > 1:
+            self.shards(process, count)
+        tensors = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in self.layout.layouts]
+        self.read_into(
+            target for number, tensor in enumerate(tensors) for target in self.whole(number, tensor)
+        )
+        state: Tree = tree.unflatten(self.layout.spec, tensors)
+        return state
+
+    def whole(self, number: int, tensor: Tensor) -> Iterator[_Target]:
+        """Yield what is read into a tensor that has the type and the shape of tensor `number`."""
+        if tensor.numel():
+            yield _Target(self.layout.offsets[number], tree.memory_of(tensor))
+
+    def read_into(self, targets: Iterable[_Target]) -> None:
+        """Read bytes, in parts that are verified one by one."""
+        waiting = deque(sorted(targets, key=lambda target: target.offset))
+        if not waiting:
+            return
+        needed = sorted(
+            {
+                index
+                for target in waiting
+                for index in range(
+                    target.offset // self._chunk_bytes, (target.end - 1) // self._chunk_bytes + 1
+                )
+            }
+        )
+        for start, content in self._verified_chunks(needed):
+            end = start + len(content)
+            while waiting and waiting[0].end <= start:
+                waiting.popleft()
+            for target in waiting:
+                if target.offset >= end:
+                    break
+                begin, stop = max(target.offset, start), min(target.end, end)
+                target.memory[begin - target.offset : stop - target.offset] = content[
+                    begin - start : stop - start
+                ]
+
+    def _verified_chunks(self, indices: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Read and verify several parts at the same time; return their positions and contents in order."""
+        layout = self.layout
+
+        def read(index: int) -> tuple[int, bytes]:
+            start = index * self._chunk_bytes
+            end = min(start + self._chunk_bytes, layout.data_bytes)
+
+            def place() -> str:
+                names = layout.names_between(start, end)
+                tensors = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                return f"{self.path} is damaged in bytes {start:,} to {end:,} of {tensors}"
+
+            return start, self._read_verified(index + 1, place)
+
+        count = -(-layout.data_bytes // self._chunk_bytes)
+        if len(self._file.sha256) != count + 1:
+            raise DamagedError(f"{self.path} is damaged: its manifest has {len(self._file.sha256)} checksums")
+        pending: deque[Future[tuple[int, bytes]]] = deque()
+        with ThreadPoolExecutor(_PARALLEL_READS, thread_name_prefix="adascale-read") as pool:
+            try:
+                for index in indices:
+                    pending.append(pool.submit(read, index))
+                    if len(pending) > _PARALLEL_READS:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
+            finally:
+                for future in pending:
+                    future.cancel()
+
+    def _read_verified(self, index: int, place: Callable[[], str]) -> bytes:
+        """Return the header (index 0) or a part of the file; `place` describes it, for a message."""
+        file = self._file
+        if index == 0:
+            start, end = 0, file.header_bytes
+        else:
+            start = file.header_bytes + (index - 1) * self._chunk_bytes
+            end = min(start + self._chunk_bytes, file.bytes)
+        try:
+            content = self._storage.read(file.state, start, end)
+        except MissingFileError as error:
+            raise DamagedError(f"{self.path} is missing: {error}") from error
+        if len(content) != end - start:
+            raise DamagedError(f"{place()}: it ends after {start + len(content):,} of {file.bytes:,} bytes")
+        found = hashlib.sha256(content).hexdigest()
+        if found != file.sha256[index]:
+            raise DamagedError(
+                f"{place()}: their SHA-256 is {found[:12]}..., expected {file.sha256[index][:12]}..."
+            )
+        return content
+
+
+def _without_description(state: Tree) -> Tree:
+    return {name: value for name, value in state.items() if name != KEY}

@@ -22,10 +22,8 @@ from adascale_worker.errors import CheckpointError, StorageUnavailableError, Unu
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.snapshot_place import StateNumber
 from adascale_worker.program.weight_checks import all_finite, nonfinite_message
-from adascale_worker.state.file import Snapshot
-from adascale_worker.state.shards import Shards
-from adascale_worker.state.snapshot_memory import number_of
-from adascale_worker.state.store import CheckpointInfo, CheckpointProcesses, CheckpointStore
+from adascale_worker.state.file import Shards, Snapshot
+from adascale_worker.state.store import CheckpointInfo, CheckpointProcesses, CheckpointStore, number_of
 from adascale_worker.state.tree import Tree
 from adascale_worker.state.weights import BestWeights
 

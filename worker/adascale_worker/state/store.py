@@ -53,9 +53,8 @@ from adascale_worker.errors import (
     WorkerError,
 )
 from adascale_worker.membership.replica_processes import attempt, gather_values, shared_error
-from adascale_worker.state.file import Snapshot
-from adascale_worker.state.reader import DamagedError, read_manifest, read_state
-from adascale_worker.state.shards import Shards
+from adascale_worker.process.snapshot_place import StateNumber
+from adascale_worker.state.file import DamagedError, Shards, Snapshot, read_manifest, read_state
 
 T = TypeVar("T")
 KEPT_STATES = 2
@@ -143,6 +142,11 @@ class CheckpointInfo:
     saved_at: float
     incarnation: int = 0
     finish_reason: str = ""
+
+
+def number_of(described: CheckpointInfo | Manifest) -> StateNumber:
+    """Return the number of a state, which is larger for a later one."""
+    return described.incarnation, described.generation, described.step
 
 
 # Every writer gives its state another name, and a manifest is created only if no manifest has its number, so
