@@ -30,11 +30,6 @@ FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
 PERSISTENT = {**FORKED, "persistent_workers": True}
 
 
-@pytest.fixture(autouse=True)
-def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "PAUSE", 0.0)
-
-
 class Exchange:
     """Threads of which one runs at a time, until it gathers."""
 

@@ -10,13 +10,12 @@ vary by themselves are not compared.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy
 import torch
@@ -210,10 +209,8 @@ def _key_of(item: tuple[object, object]) -> tuple[str, str]:
 
 SAMPLES, PLACES = 4, 16
 """Samples of the data set that are compared, and places of a pass whose indices are."""
-ROUNDS = 4
-"""How often a sample that differs is fetched again, before a pause and after it."""
-PAUSE = 1.1
-"""Seconds of this pause, so that a sample that contains the time differs."""
+ROUNDS = 8
+"""How often a sample that differs is fetched again."""
 
 CAUSES = (
     "Usual causes are random_split without generator=torch.Generator().manual_seed(0), labels numbered in "
@@ -297,54 +294,44 @@ class DataComparison:
         if self._compared is None or self._compared[0] != self._place[0]:
             self._compare_replicas(sequence, record, fetch)
         if before is not None:
-            is_accepted = self._awaits_checkpoint and allow_others
-            if before.number == number and before.order not in ([], order) and not is_accepted:
-                self._refuse_order(sequence, number, order, before.order)
-            if self._awaits_checkpoint:
-                self._compare_checkpoint(before, record, fetch, allow_others=allow_others)
+            self._compare_earlier(sequence, before, record, fetch, allow_others=allow_others)
         self._record, self._compared, self._awaits_checkpoint = record, self._place, False
 
     @property
     def _place(self) -> tuple[int, int]:
         return self._group.generation, self._progress.epoch
 
-    # -- replicas -----------------------------------------------------------------------------------------
-
     def _compare_replicas(
         self, sequence: SampleSequence, record: Record, fetch: Callable[[list[int]], Found]
     ) -> None:
         rows = self._gather([sequence.samples, sequence.length, record.order, record.samples])
-        names = self._names
+        first, *names = self._names
         (samples, length, order, found), *others = rows
-        for name, other in zip(names[1:], others, strict=True):
+        difference = None
+        for name, other in zip(names, others, strict=True):
             if other[0] != samples:
                 raise DatasetError(
-                    f"the data set has {samples} samples on {names[0]}, but {other[0]} on {name}. {_SAME}. "
+                    f"the data set has {samples} samples on {first}, but {other[0]} on {name}. {_SAME}. "
                     f"{CAUSES}"
                 )
             if other[1] != length:
                 raise DatasetError(
-                    f"a pass of order= has {length} samples on {names[0]}, but {other[1]} on {name}: return "
+                    f"a pass of order= has {length} samples on {first}, but {other[1]} on {name}: return "
                     "the same on all replicas"
                 )
             if other[2] != order:
                 index, theirs = next(pair for pair in zip(order, other[2], strict=True) if pair[0] != pair[1])
                 raise DatasetError(
                     f"the order of the samples differs between replicas: at one place of pass "
-                    f"{record.number}, {names[0]} has sample {index}, {name} sample {theirs}. "
+                    f"{record.number}, {first} has sample {index}, {name} sample {theirs}. "
                     f"{_remedy(sequence)}"
                 )
-        differing = [_first_difference(found, other[3]) for other in others]
-        if all(index is None for index in differing) or self._varies(record, fetch):
-            return
-        rows = self._gather(record.samples)
-        for name, other in zip(names[1:], rows[1:], strict=True):
-            index = _first_difference(rows[0], other)
-            if index is not None:
-                raise DatasetError(
-                    f"sample {index} of the data set is another one on {name} than on {names[0]}. {_SAME}. "
-                    f"{CAUSES}"
-                )
+            if difference is None and (different := _first_difference(found, other[3])) is not None:
+                difference = f"sample {different} of the data set is another one on {name} than on {first}"
+        if difference is not None and not self._varies(record, fetch):
+            raise DatasetError(f"{difference}. {_SAME}. {CAUSES}")
+        # All replicas compare the same with the checkpoint.
+        record.samples = [] if record.varies else found
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the values of all processes of all replicas."""
@@ -353,69 +340,59 @@ class DataComparison:
 
     @property
     def _names(self) -> list[str]:
-        group = self._group
-        if group.processes == 1:
-            return [f"rank {rank}" for rank in range(group.replicas)]
-        return [
-            f"process {process} of rank {rank}"
-            for rank in range(group.replicas)
-            for process in range(group.processes)
-        ]
+        ranks, processes = range(self._group.replicas), range(self._group.processes)
+        if len(processes) == 1:
+            return [f"rank {rank}" for rank in ranks]
+        return [f"process {process} of rank {rank}" for rank in ranks for process in processes]
 
     def _varies(self, record: Record, fetch: Callable[[list[int]], Found]) -> bool:
         """Fetch the samples several times, and return whether one of any process varies. Collective."""
-        indices = [index for index, _ in record.samples]
-        found = fetch(indices * ROUNDS)
-        time.sleep(PAUSE)
-        found += fetch(indices * ROUNDS)
-        first = dict(found)
+        first = dict(record.samples)
+        again = fetch([*first] * ROUNDS)
         varies = any(
             one is None or other is None or not agree(one, other)
-            for one, other in ((first[index], again) for index, again in found)
+            for one, other in ((first[index], found) for index, found in again)
         )
         record.varies = any(self._gather(varies))
-        record.samples = [] if record.varies else list(first.items())
         return record.varies
 
-    # -- other times --------------------------------------------------------------------------------------
-
-    def _compare_checkpoint(
-        self, before: Record, record: Record, fetch: Callable[[list[int]], Found], *, allow_others: bool
+    def _compare_earlier(
+        self,
+        sequence: SampleSequence,
+        before: Record,
+        record: Record,
+        fetch: Callable[[list[int]], Found],
+        *,
+        allow_others: bool,
     ) -> None:
-        if before.epoch != record.epoch:
-            # The program may make other data for each epoch.
-            return
-        # All replicas decide by the same.
-        record.samples = self._group.broadcast(record.samples)
-        if _first_difference(before.samples, record.samples) is None or self._varies(record, fetch):
-            return
-        record.samples = self._group.broadcast(record.samples)
-        index = _first_difference(before.samples, record.samples)
-        if index is None:
-            return
-        what = f"sample {index} of the data set is another one than when the checkpoint was saved"
-        if not allow_others:
-            raise DatasetError(
-                f"{what}. To continue exactly, use the data set from before. {CAUSES}. {_CONTINUE}"
+        """Compare the order of the same pass, and with a checkpoint the samples of the same epoch."""
+        when = "when the checkpoint was saved" if self._awaits_checkpoint else "before"
+        if before.number == record.number and before.order not in ([], record.order):
+            pairs = zip(record.order, before.order, strict=True)
+            index, earlier = next(pair for pair in pairs if pair[0] != pair[1])
+            what = (
+                f"the order of the samples has changed: at one place of pass {record.number} is sample "
+                f"{index} now, and {when} was sample {earlier}"
             )
+            remedy = _remedy(sequence)
+        else:
+            different = _first_difference(before.samples, record.samples)
+            is_same_epoch = self._awaits_checkpoint and before.epoch == record.epoch
+            # The program may make other data for each epoch.
+            if different is None or not is_same_epoch or self._varies(record, fetch):
+                return
+            what = f"sample {different} of the data set is another one than {when}"
+            remedy = f"To continue exactly, use the data set from before. {CAUSES}"
+        if not self._awaits_checkpoint:
+            raise DatasetError(f"{what}. {remedy}")
+        if not allow_others:
+            raise DatasetError(f"{what}. {remedy}. {_CONTINUE}")
         if self._group.is_main:
             print(
                 f"adascale: {what}: training continues at the same place of the order with the present data",
                 file=sys.stderr,
                 flush=True,
             )
-
-    def _refuse_order(
-        self, sequence: SampleSequence, number: int, order: list[int], before: list[int]
-    ) -> NoReturn:
-        index, earlier = next(pair for pair in zip(order, before, strict=True) if pair[0] != pair[1])
-        when, remedy = "before", _remedy(sequence)
-        if self._awaits_checkpoint:
-            when, remedy = "when the checkpoint was saved", f"{remedy}. {_CONTINUE}"
-        raise DatasetError(
-            f"the order of the samples has changed: at one place of pass {number} is sample {index} now, and "
-            f"{when} was sample {earlier}. {remedy}"
-        )
 
     # -- the state ----------------------------------------------------------------------------------------
 

@@ -182,10 +182,6 @@ class LoadedBatches(Iterator[Any]):
         self.position: int | None = position
         """Of the next micro-batch of all replicas. None if it is unknown, after an error."""
 
-    def take_probes(self, indices: Sequence[int]) -> Found:
-        """Return what worker processes have loaded for probes, before the first batch."""
-        return take_probes(self._loaded, indices)
-
     def __next__(self) -> Any:
         position, self.position = self.position, None
         batch = next(self._loaded)
@@ -304,7 +300,6 @@ class DataFeed:
         self._has_opened = True
         if not options.get("persistent_workers"):
             self.close()
-        self._require_kept(dataset, options)
         samples = replace(made, origin=self._origin)
         return partial(self._load, dataset, samples, options, allow_other_length)
 
@@ -402,11 +397,9 @@ class DataFeed:
         indices = comparison.requests(samples, consumed) if options.get("in_order", True) else []
         fetch_again = partial(fetch, dataset, seed=self.seed, options=options)
         found = [] if has_workers else fetch_again(indices)
-        probes = indices if has_workers else []
         place, loaded = (samples, plan.per_process(processes), self.rank), None
-        self._require_kept(dataset, options)
         keeps = options.get("persistent_workers", False)
-        if keeps and self._kept is not None:
+        if keeps and self._kept is not None and self._kept[0] is dataset and self._kept[1] == options:
             _, _, loader, sampler = self._kept
             if self._loaded is not None and self._loaded[1:] == place:
                 loaded = self._loaded[0] if self._loaded[0].position == consumed else None
@@ -415,15 +408,16 @@ class DataFeed:
             sampler = MicroBatches(samples, consumed, *place[1:], division)
             loader = make_loader(dataset, sampler, self.seed + consumed, options)
             if keeps:
+                self.close()
                 self._kept = dataset, options, loader, sampler
-        if loaded is None:
-            sampler.begin(samples, consumed, *place[1:], probes)
-            loaded = LoadedBatches(iter(loader), plan, sampler.drawn, consumed)
-        else:
-            probes = []  # Worker processes that go on have loaded none.
+        if loaded is None:  # Otherwise worker processes go on.
+            sampler.begin(samples, consumed, *place[1:], indices if has_workers else [])
+            batches = iter(loader)
+            if has_workers:
+                found = take_probes(batches, indices)
+            loaded = LoadedBatches(batches, plan, sampler.drawn, consumed)
         if keeps:
             self._loaded = loaded, *place
-        found += loaded.take_probes(probes)
         self._compare = partial(
             comparison.compare, samples, consumed, found, fetch_again, allow_others=allow_others
         )
@@ -442,21 +436,6 @@ class DataFeed:
         if self._loaded is not None:
             self._loaded[0].close()
         self._kept = self._loaded = None
-
-    def _require_kept(self, dataset: Any, options: dict[str, Any]) -> None:
-        """Check that persistent worker processes can go on with a data set and options."""
-        if self._kept is None or not options.get("persistent_workers"):
-            return
-        kept, before = self._kept[:2]
-        names = [name for name in sorted({*options, *before}) if options.get(name) != before.get(name)]
-        if dataset is not kept:
-            names = ["data set"]
-        if names:
-            raise DatasetError(
-                f"dataloader() got persistent_workers=True, and another {' and another '.join(names)} than "
-                "before, so the worker processes cannot go on: make the data set, and functions such as "
-                "collate_fn, once before the loop over epochs, or leave out persistent_workers"
-            )
 
     # -- streams ------------------------------------------------------------------------------------------
 
