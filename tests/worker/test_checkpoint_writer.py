@@ -244,20 +244,16 @@ def test_the_interval_continues_over_a_restart(tmp_path: Path, age: float, is_du
     assert restarted.is_due == is_due
 
 
-@pytest.mark.parametrize("is_saved", [False, True])
-def test_a_checkpoint_is_due_when_rank_0_is_lost_while_it_saves(tmp_path: Path, is_saved: bool) -> None:
+def test_a_checkpoint_is_due_when_another_replica_becomes_rank_0(tmp_path: Path) -> None:
     group = group_of(is_main=False)
     checkpointing = Checkpointing(tmp_path, 1000.0, group)
     checkpointing.begin_generation()
     checkpointing.save(INFO, lambda: {"number": 1})
-    assert not checkpointing.is_due
     checkpointing.begin_generation()
     assert not checkpointing.is_due
-    if is_saved:
-        checkpointing.is_unsaved = False  # as rank 0 has said
     group.is_main, group.rank = True, 0
     checkpointing.begin_generation()
-    assert checkpointing.is_due != is_saved
+    assert checkpointing.is_due
     checkpointing.save(INFO, lambda: {"number": 2})
     checkpointing.close()
     checkpointing.begin_generation()
@@ -280,15 +276,6 @@ class FailingFolder(Folder):
         if self.attempts <= self.failures:
             raise StorageError("the server does not answer")
         return super().names()
-
-
-def test_a_failed_checkpoint_is_not_saved_until_the_next_one_is(tmp_path: Path) -> None:
-    writer = Checkpointing(CheckpointStore(FailingFolder(tmp_path, 1)), 1000.0, group_of())
-    assert not writer.last_is_unsaved
-    for is_unsaved in (True, False):
-        writer.start({"number": 1}, INFO)
-        assert writer.wait(60)
-        assert writer.last_is_unsaved == is_unsaved
 
 
 def failing_checkpointing(

@@ -30,12 +30,11 @@ class Requests:
     finish: bool = False  # end training
     compare_weights: bool = False  # compare the weights of the replicas
     change: bool = False  # enter a newer generation
-    is_unsaved: bool = False  # no request: the last checkpoint that this replica has begun is not saved yet
 
     @classmethod
     def none(cls) -> Requests:
         """Return what replicas have agreed on that begin."""
-        return cls(agree_each_step=True, is_unsaved=True)
+        return cls(agree_each_step=True)
 
     def flags(self) -> tuple[float, ...]:
         """Return the requests as numbers to be summed over the replicas."""
@@ -49,7 +48,7 @@ class Requests:
         """
         for each, total in zip(fields(self), sums, strict=True):
             is_agreed = total > (replicas - 0.5 if each.name == "change" else 0.0)
-            is_kept = each.name not in ("agree_each_step", "is_unsaved") and getattr(self, each.name)
+            is_kept = each.name != "agree_each_step" and getattr(self, each.name)
             setattr(self, each.name, is_agreed or is_kept)
 
 

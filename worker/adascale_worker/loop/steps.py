@@ -471,7 +471,6 @@ class Steps(Context):
             sums = self.group.sum(flags)
         if sums is not None:
             self.agreed.add(sums[:REQUESTS], self.group.replicas)
-            self.checkpointing.is_unsaved = self.agreed.is_unsaved
             self.slow = slow_replica(sums[REQUESTS::2], sums[REQUESTS + 1 :: 2], self.slow)
 
     def _requests(self) -> Requests:
@@ -489,7 +488,6 @@ class Steps(Context):
             requests.replan = self.planner.is_due
             requests.agree_each_step = self._steps_are_slow
             requests.compare_weights = self.comparison.is_due
-            requests.is_unsaved = self.checkpointing.last_is_unsaved
         return requests
 
     # -- the end of training ------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.reporting.reports import Telemetry
 from adascale_worker.state.program import ModuleAttributes, ProgramState, Stateful
-from adascale_worker.state.state import State, TrainerPart
+from adascale_worker.state.state import State
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
@@ -206,7 +206,7 @@ class Training(Context):
             patch_forward(model, group, self.failure, self.accumulation)
 
     def _make_state(self) -> State:
-        saved: dict[str, TrainerPart] = {
+        saved: dict[str, Stateful] = {
             "plan": self.planner,
             "progress": self.progress,
             "data": self.feed,

@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -481,20 +481,20 @@ def read_state(storage: Storage, manifest: Manifest, own: Shards | None) -> Tree
     Tensors that this process's model divides in another way are returned whole.
     """
     files = [_File(storage, manifest, file) for file in manifest.files]
-    first = files[0]
+    process, count = (0, 1) if own is None else (own.process, own.count)
     try:
-        process, count = (0, 1) if own is None else (own.process, own.count)
-        if count == len(files) and (count == 1 or files[process].shards(process, count) == own):
-            return _without_description(files[process].read(process, count))
-        return _Regrouping(files, own).read()
+        is_own = count == len(files) and (count == 1 or files[process].shards(process, count) == own)
+        state = _Reading([files[process]], None).read() if is_own else _Reading(files, own).read()
     except InvalidSpecError as error:
-        raise DamagedError(f"{first.path} is damaged: {error}") from error
+        raise DamagedError(f"{files[0].path} is damaged: {error}") from error
+    state.pop(KEY, None)
+    return state if is_own else without_previous_gradient(state)
 
 
-class _Regrouping:
-    """Puts together the part of a state that one process needs, from the parts that others have saved.
+class _Reading:
+    """Puts together the part of a state that one process needs, from the files that others have saved.
 
-    What is not sharded is that of the first process.
+    What is not sharded is that of the first file.
     """
 
     def __init__(self, files: Sequence[_File], own: Shards | None) -> None:
@@ -535,15 +535,19 @@ class _Regrouping:
         for number, (_, division, extent) in divided.items():
             layouts[number] = TensorLayout(layouts[number].dtype, division.part_shape(extent))
         tensors = [torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in layouts]
-        unused = index.numbers_below(PREVIOUS_GRADIENT)
+        is_own = self._own is None and len(self._files) == 1
+        unused = set() if is_own else index.numbers_below(PREVIOUS_GRADIENT)
         whole = [number for number in range(len(layouts)) if number not in divided and number not in unused]
+        targets = [
+            _Target(self._files[0].layout.offsets[number], tree.memory_of(tensors[number]))
+            for number in whole
+            if tensors[number].numel()
+        ]
         for process, file in enumerate(self._files):
-            targets = [target for number in whole for target in file.whole(number, tensors[number])]
-            whole = []
-            targets += self._shards_of(process, file, tensors)
-            file.read_into(targets)
+            file.read_into([*targets, *self._shards_of(process, file, tensors)])
+            targets = []
         state: Tree = tree.unflatten(index.with_layouts(layouts), tensors)
-        return _without_description(without_previous_gradient(state))
+        return state
 
     def _shards_of(self, process: int, file: _File, tensors: Sequence[Tensor]) -> Iterator[_Target]:
         """Yield what is read from the file of a process. Without anything, not even its header is read."""
@@ -555,7 +559,8 @@ class _Regrouping:
             ranges = list(division.ranges(source, extent, tensors[number].dtype.itemsize))
             if not ranges:
                 continue
-            if process and file.shards(process, count) != self._saved_by(process):
+            expected = None if self._saved is None else replace(self._saved, process=process)
+            if process and file.shards(process, count) != expected:
                 raise DamagedError(f"{file.path} is damaged: its shards are not those of the first file")
             place = file.index.numbers.get(path, -1)
             found = file.index.layouts[place] if place >= 0 else None
@@ -566,10 +571,6 @@ class _Regrouping:
             offset, memory = file.layout.offsets[place], tree.memory_of(tensors[number])
             for position, target, length in ranges:
                 yield _Target(offset + position, memory[target : target + length])
-
-    def _saved_by(self, process: int) -> Shards:
-        assert self._saved is not None, "there are several files"
-        return Shards(process, self._saved.count, self._saved.model, self._saved.optimizer)
 
 
 class _File:
@@ -614,22 +615,6 @@ class _File:
                 f"of {count}"
             )
         return found
-
-    def read(self, process: int = 0, count: int = 1) -> Tree:
-        """Return the state, or the part of a process."""
-        if count > 1:
-            self.shards(process, count)
-        tensors = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in self.layout.layouts]
-        self.read_into(
-            target for number, tensor in enumerate(tensors) for target in self.whole(number, tensor)
-        )
-        state: Tree = tree.unflatten(self.layout.spec, tensors)
-        return state
-
-    def whole(self, number: int, tensor: Tensor) -> Iterator[_Target]:
-        """Yield what is read into a tensor that has the type and the shape of tensor `number`."""
-        if tensor.numel():
-            yield _Target(self.layout.offsets[number], tree.memory_of(tensor))
 
     def read_into(self, targets: Iterable[_Target]) -> None:
         """Read bytes, in parts that are verified one by one."""
@@ -708,7 +693,3 @@ class _File:
                 f"{place()}: their SHA-256 is {found[:12]}..., expected {file.sha256[index][:12]}..."
             )
         return content
-
-
-def _without_description(state: Tree) -> Tree:
-    return {name: value for name, value in state.items() if name != KEY}

@@ -100,10 +100,10 @@ def _version(value: Any) -> int:
 class Stateful(Protocol):
     """An object whose state is saved in the job's checkpoints."""
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Any:
         """Return the state, as tensors, numbers, strings, lists and dicts."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+    def load_state_dict(self, state_dict: Any, /) -> object:
         """Restore a saved state."""
 
 

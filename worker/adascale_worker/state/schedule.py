@@ -62,8 +62,6 @@ class Checkpointing:
         """Seconds between two checkpoints."""
         self.group = group
         self._is_terminated = is_terminated
-        self.is_unsaved = False
-        """Whether rank 0 may not have saved the last checkpoint that it began, as far as is known."""
         self._was_main: bool | None = None
         self._saved_at = float("-inf")
         self.manifest: Manifest | None = None
@@ -113,22 +111,15 @@ class Checkpointing:
             )
         return True
 
-    @property
-    def last_is_unsaved(self) -> bool:
-        """Whether the last checkpoint that this replica has begun is not saved, yet or at all."""
-        return self._reported_failure is not None or self.is_busy
-
     def begin_generation(self) -> None:
         """Agree on when the next checkpoint is due. A collective call.
 
-        It is due at once if another replica has become rank 0 while the former one was saving, which may be
-        lost.
+        It is due at once if another replica has become rank 0, because the former one may have been saving.
         """
-        if self._was_main is False and self.group.is_main and self.is_unsaved:
+        if self._was_main is False and self.group.is_main:
             self._saved_at = float("-inf")
         self._was_main = self.group.is_main
-        age, self.is_unsaved = self.group.broadcast((time.monotonic() - self._saved_at, self.is_unsaved))
-        self._saved_at = time.monotonic() - age
+        self._saved_at = time.monotonic() - self.group.broadcast(time.monotonic() - self._saved_at)
 
     def postpone(self) -> None:
         """Wait for another interval until the next checkpoint is due."""
@@ -200,7 +191,6 @@ class Checkpointing:
         if self.enabled:
             self._saved_at = time.monotonic()
             if not final and not durable:
-                self.is_unsaved = True
                 if self.group.rank == 0:
                     self.start(make_state(), info, weights, changed_by_step)
             else:
@@ -213,7 +203,6 @@ class Checkpointing:
                 failure = self.group.broadcast(failure)
                 if failure is not None:
                     raise CheckpointError(failure)
-                self.is_unsaved = False
         self.has_final = self.has_final or final
         self._is_final_written = self.has_final
 

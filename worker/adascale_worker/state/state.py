@@ -36,7 +36,7 @@ from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.state import tree
 from adascale_worker.state.file import KEY, Shards, converted, division_of, local_part, with_local
-from adascale_worker.state.program import ProgramState, load_model
+from adascale_worker.state.program import ProgramState, Stateful, load_model
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.store import CheckpointInfo, number_of
 from adascale_worker.state.transfer import (
@@ -183,16 +183,6 @@ class Undo(Protocol):
         """Put it back."""
 
 
-class TrainerPart(Protocol):
-    """A part of the trainer that has a state."""
-
-    def state_dict(self) -> Any:
-        """Return the state, as tensors, numbers, strings, lists and dicts."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Restore a saved state."""
-
-
 class State:
     """The state of training of this replica.
 
@@ -203,7 +193,7 @@ class State:
     def __init__(
         self,
         program: ProgramState,
-        parts: Mapping[str, TrainerPart],  # of the trainer, by name
+        parts: Mapping[str, Stateful],  # of the trainer, by name
         info: Callable[[], CheckpointInfo],
         weights: FiniteWeights,
         undo: Undo,

@@ -117,7 +117,7 @@ class TensorIndex:
         """Return the value of a key of the tree, which has no tensors; None if there is no such key."""
         try:
             ((_, items), *_) = self._document["tree"].items()
-            return next((_Decoder(()).decode(value) for name, value in items if name == key), None)
+            return next((_decode(value, ()) for name, value in items if name == key), None)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
 
@@ -173,7 +173,7 @@ def unflatten(spec: bytes, tensors: Sequence[Tensor]) -> Any:
             f"which has {len(expected)}"
         )
     try:
-        return _Decoder(tensors).decode(document["tree"])
+        return _decode(document["tree"], tensors)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
 
@@ -327,51 +327,43 @@ def _qualified(kind: type) -> str:
 # -- decoding -------------------------------------------------------------------------------------------
 
 
-class _Decoder:
-    """Makes the values of a tree."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-
-    def decode(self, encoded: Any) -> Any:
-        if isinstance(encoded, list):
-            return [self.decode(value) for value in encoded]
-        if not isinstance(encoded, dict):
-            return encoded
-        ((name, content), *_) = encoded.items()
-        if name in ("tensor", "parameter"):
-            return self._tensor(name, content, encoded)
-        if name in _MAPPING_TYPES:
-            return self._mapping(name, content, encoded.get("attributes"))
-        if name in _SEQUENCE_TYPES:
-            return _SEQUENCE_TYPES[name](self.decode(content))
-        if name == "deque":
-            return deque(self.decode(content[1]), content[0])
-        if name in ("array", "scalar"):
-            array = self._tensors[content].cpu().numpy()
-            return array if name == "array" else array[()]
-        if name in ("bytes", "bytearray"):
-            kind = bytes if name == "bytes" else bytearray
-            return kind(self._tensors[content].cpu().numpy().tobytes())
-        return _ATOM_DECODERS[name](content)
-
-    def _tensor(self, name: str, number: int, encoded: dict[str, Any]) -> Tensor:
-        tensor = self._tensors[number]
-        if "order" in encoded:
-            order = encoded["order"]
-            tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
-        requires_grad = encoded.get("requires_grad", False)
-        if name == "parameter":
-            return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-        return tensor.detach().requires_grad_() if requires_grad else tensor
-
-    def _mapping(self, name: str, items: list[Any], attributes: Any) -> dict[Any, Any]:
+def _decode(encoded: Any, tensors: Sequence[Tensor]) -> Any:
+    """Make the value of a tree that was encoded."""
+    if isinstance(encoded, list):
+        return [_decode(value, tensors) for value in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    ((name, content), *_) = encoded.items()
+    if name in ("tensor", "parameter"):
+        return _decode_tensor(name, tensors[content], encoded)
+    if name in _MAPPING_TYPES:
         mapping: dict[Any, Any] = _MAPPING_TYPES[name]()
-        for key, value in items:
-            mapping[self.decode(key)] = self.decode(value)
-        if attributes is not None:
-            vars(mapping).update(self.decode(attributes))
+        for key, value in content:
+            mapping[_decode(key, tensors)] = _decode(value, tensors)
+        if "attributes" in encoded:
+            vars(mapping).update(_decode(encoded["attributes"], tensors))
         return mapping
+    if name in _SEQUENCE_TYPES:
+        return _SEQUENCE_TYPES[name](_decode(content, tensors))
+    if name == "deque":
+        return deque(_decode(content[1], tensors), content[0])
+    if name in ("array", "scalar"):
+        array = tensors[content].cpu().numpy()
+        return array if name == "array" else array[()]
+    if name in ("bytes", "bytearray"):
+        kind = bytes if name == "bytes" else bytearray
+        return kind(tensors[content].cpu().numpy().tobytes())
+    return _ATOM_DECODERS[name](content)
+
+
+def _decode_tensor(name: str, tensor: Tensor, encoded: dict[str, Any]) -> Tensor:
+    if "order" in encoded:
+        order = encoded["order"]
+        tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+    requires_grad = encoded.get("requires_grad", False)
+    if name == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.detach().requires_grad_() if requires_grad else tensor
 
 
 _TENSOR_TYPES: Final = {"tensor", "parameter", "array", "scalar", "bytes", "bytearray"}
