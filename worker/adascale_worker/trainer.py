@@ -245,7 +245,7 @@ class ElasticTrainer:
     def progress(self) -> float:
         """Steps at `batch_size` so far: the sum of gains; with `train_samples`, samples / `batch_size`."""
         if self._training is not None:
-            self._training.program.rates.program_reads_progress()
+            self._training.program.rates.reads_progress = True
         return self._replica.progress.progress
 
     @property

@@ -45,36 +45,25 @@ class LearningRates:
         schedulers: Mapping[str, object],
         registered: Iterable[object],
     ) -> None:
-        self._optimizers = optimizers
-        self._schedulers = schedulers
-        registers_scheduler = any(isinstance(each, LRScheduler) for each in registered)
-        self._followed = [] if registers_scheduler else list(schedulers)
-        """The optimizers whose learning rates only the schedulers set that were passed for them."""
-        self._rates: dict[str, list[object]] = {}
-        """The learning rates after the last call of the trainer, except where the next change is accepted."""
+        self._optimizers = list(optimizers.values())
+        self._rates: list[list[object]] | None = None
+        """The learning rates after the last call of the trainer; None where the next change is accepted."""
         self.reads_progress = False
-        """Whether the program has read its progress for the present batch."""
+        """Whether the program has read its progress for the present batch, by which it may set a rate."""
         self._followers: list[Callable[[], None]] = []
         """Let schedulers follow progress that were stepped for the present batch."""
         self._is_reported = False
-        if not registers_scheduler and any(
-            name not in schedulers and has_scheduler(each) for name, each in optimizers.items()
-        ):
-            self._is_reported = True
-            warn_user(
+        left = [each for name, each in optimizers.items() if name not in schedulers]
+        if any(map(has_scheduler, left)) and not any(isinstance(each, LRScheduler) for each in registered):
+            self._report(
                 "the optimizer has a learning-rate scheduler that was not passed to program_reentry, so it "
                 "does not follow progress, and is not saved: call program_reentry(model, "
                 "optimizer, scheduler)"
             )
 
-    def program_reads_progress(self) -> None:
-        """Record that the program reads its progress, so that what it sets next may follow from it."""
-        self.reads_progress = True
-
     def begin_epoch(self) -> None:
-        """Accept a learning rate that is set once per epoch, unless a scheduler that was passed sets it."""
-        self._check(self._followed)
-        self._rates = {name: rates for name, rates in self._rates.items() if name in self._followed}
+        """Accept a learning rate that is set once per epoch."""
+        self._rates = None
 
     def begin_batch(self) -> None:
         """Require that the program reads its progress again, if it sets a learning rate by it."""
@@ -88,8 +77,8 @@ class LearningRates:
 
     def accept(self) -> None:
         """Accept what the trainer, or a scheduler that follows progress, has changed."""
-        now = self._rates_now()
-        self._rates = {name: now[name] for name in self._rates}
+        if self._rates is not None:
+            self._rates = self._rates_now()
 
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
@@ -104,9 +93,9 @@ class LearningRates:
             self._rates = self._rates_now()
 
     @contextmanager
-    def scheduler_step(self, *, follows_progress: bool) -> Iterator[None]:
+    def scheduler_step(self) -> Iterator[None]:
         """Check the learning rates before a scheduler that was passed steps, and accept what it sets."""
-        self._check(self._optimizers if follows_progress else self._followed)
+        self.check()
         try:
             yield
         finally:
@@ -114,35 +103,23 @@ class LearningRates:
 
     def check(self) -> None:
         """Check what the program has changed since the last call of the trainer."""
-        self._check(self._optimizers)
-
-    def _check(self, names: Iterable[str]) -> None:
-        """Check the learning rates of some optimizers."""
         before = self._rates
         self.accept()
-        changed = [name for name in names if before.get(name) != self._rates.get(name)]
-        if not changed or self.reads_progress:
-            return
-        if any(name in self._followed for name in changed):
-            passed = " and the ".join(sorted({type(each).__name__ for each in self._schedulers.values()}))
+        if before != self._rates and not self.reads_progress:
             self._report(
-                f"the learning rate was set by the {passed} that was passed to program_reentry, and by "
-                "something else, such as another scheduler, which does not follow progress and is not saved. "
-                "Pass one scheduler that has both: ChainedScheduler([first, second]) steps both at once, and "
-                "SequentialLR(optimizer, [first, second], milestones=[step]) one after the other. They do "
-                "not take a ReduceLROnPlateau: give it to program_reentry as "
+                "the learning rate was set between two steps by something else than a scheduler that was "
+                "passed to program_reentry, which does not follow progress and is not saved. A step at a "
+                "larger batch size counts as several steps of a schedule, so one that counts its calls or "
+                "batches is late. Pass one scheduler: ChainedScheduler([first, second]) steps both at once, "
+                "and SequentialLR(optimizer, [first, second], milestones=[step]) one after the other. They "
+                "do not take a ReduceLROnPlateau: give it to program_reentry as "
                 'register={"plateau": plateau}, and step it after the data loop of each epoch. Code that '
-                "sets a learning rate itself has to compute it from int(trainer.progress)"
+                "sets a learning rate itself has to compute it from int(trainer.progress), as in "
+                "step_update(int(trainer.progress))"
             )
-        self._report(
-            "the learning rate was set between two steps, but not by a scheduler that follows progress. "
-            "A step at a larger batch size counts as several steps of a schedule, so one that counts its "
-            "calls or batches is late: pass int(trainer.progress) in place of that count, as in "
-            "step_update(int(trainer.progress)), or pass an LRScheduler to program_reentry"
-        )
 
-    def _rates_now(self) -> dict[str, list[object]]:
-        return {name: lr_versions(each.param_groups) for name, each in self._optimizers.items()}
+    def _rates_now(self) -> list[list[object]]:
+        return [lr_versions(each.param_groups) for each in self._optimizers]
 
     def _report(self, message: str) -> None:
         """Warn, once."""
@@ -263,7 +240,7 @@ def patch_scheduler(
         @functools.wraps(original_update)
         def step_update(num_updates: int, *args: Any, **kwargs: Any) -> None:
             del num_updates
-            with rates.scheduler_step(follows_progress=True):
+            with rates.scheduler_step():
                 rates.follow(lambda: original_update(position(), *args, **kwargs))
 
         scheduler.step_update = step_update  # type: ignore[method-assign]
@@ -289,7 +266,7 @@ def _following_step(
 
     @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
-        with rates.scheduler_step(follows_progress=loop.has_batch):
+        with rates.scheduler_step():
             move(*args, **kwargs)
 
     def move(*args: Any, **kwargs: Any) -> None:
