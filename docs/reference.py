@@ -25,9 +25,8 @@ The public names of `adascale`, its [errors](#errors), and the
 """
 VARIABLES = """\
 Agents and trainers read these. The operator and `adascale run` set those that follow from the `AdaScaleJob`.
-Set others in `env` of its worker container: `adascale run` does not pass on those of its own environment.
-They take precedence over the arguments of `ElasticTrainer`; the batch size and its bounds are taken together,
-all from variables or all from arguments."""
+Set others in `env` of its worker container. They take precedence over the arguments of `ElasticTrainer`; the
+batch size and its bounds are taken together, all from variables or all from arguments."""
 SET_BY_AGENT = " Set by the agent."
 _ARGUMENT = re.compile(r"The argument `\w+` of `ElasticTrainer`\.")
 ERRORS = """\

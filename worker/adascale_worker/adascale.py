@@ -54,29 +54,27 @@ class AdaScale(torch.optim.Optimizer):
             `SecondMomentOptimizer`. Its parameter groups and state are shared with it.
         world_size: number of replicas. Default: the size of the process group, 1 without a process group.
         scale: S, positive. Default: `world_size * num_gradients_to_accumulate`.
-        smoothing: weight of the past in the moving average, at least 0 and below 1. Default:
-            max(1 - S/1000, 0), which follows the scale.
+        smoothing: weight of the past in the moving average, in [0, 1). Default: max(1 - S/1000, 0), which
+            follows the scale.
         num_gradients_to_accumulate: backward passes per step.
         is_scaled_loss: whether the training loop divides the loss by `num_gradients_to_accumulate`. If
             not, `step()` divides the gradients.
         debias_ewma: whether the moving average is debiased; False is appendix B.3 of the paper.
-        model: the `DistributedDataParallel` around the model. Optional; if it is given, its process group is
-            used. Required for a model with `fully_shard` (FSDP2).
-        sample_every: measure every k-th step; 1 measures every step. Default: all of the first 100 steps,
-            then up to every 16th step, depending on the smoothing.
+        model: the `DistributedDataParallel` around the model, whose process group is used. Required for a
+            model with `fully_shard` (FSDP2).
+        sample_every: measure every k-th step. Default: all of the first 100 steps, then up to every 16th
+            step, depending on the smoothing.
         grad_scaler: the `torch.amp.GradScaler` of the training loop. Required only if gradients are clipped
             between `unscale_()` and `step()`, or passed by the training loop; otherwise the loss scale is
             inferred from the gradients.
-        disjoint_pairs: with n = 1, whether each gradient is compared with at most one other. Then half of the
-            gradients are not kept for the next step, nor saved with the state.
+        disjoint_pairs: with n = 1, whether each gradient is compared with at most one other. Half of the
+            gradients are then neither kept for the next step nor saved.
         observes_backward: whether backward passes are observed. If not, the training loop passes its
             gradients to `statistics`.
-        shards: exchanges the statistics, if each process of a replica has shards of the gradients, which the
-            training loop passes.
-        observe: measure without changing anything: the step is that of `optimizer`, which the program may go
-            on calling itself. Rank 0 reports what was measured: True writes a line to stderr, a path appends
-            to a CSV file, a function is called with an `Observation`. Any optimizer but LBFGS is measured;
-            others than those above in the Euclidean norm, with a warning.
+        shards: exchanges the statistics, if each process of a replica has shards of the gradients.
+        observe: measure without changing anything (docs/adascale.md, "Only observing"). Rank 0 reports: True
+            writes a line to stderr, a path appends to a CSV file, a function is called with an
+            `Observation`.
         observe_every: number of steps from one report to the next.
         max_gain: L, a finite number above 1. Every gain r becomes 1 / (1 / L + (1 - 1 / L) / r), which is
             below L at every scale (docs/adascale.md, "A limit of the gain"). Default: None, no limit.

@@ -686,9 +686,6 @@ class ElasticTrainer:
     ) -> Iterator[Any]:
         """Return an iterable over the rest of the current epoch, for a loop in each epoch.
 
-        An epoch is len(dataset) / batch_size scale-invariant steps. Each pass over the data contains every
-        sample exactly once, across all changes of replicas.
-
         A data set without a length or without items by index is a stream (docs/training.md, "Streams"). If
         the data set or its iterator has `state_dict` and `load_state_dict`, a replica that begins inside a
         pass loads the last state, which is saved every 1,024 records; otherwise it reads the pass up to its
@@ -702,27 +699,25 @@ class ElasticTrainer:
             shards: the number of shards, if `dataset` is a function that gets the index of a shard, from 0,
                 and returns its records, in the same order each time.
             shuffle: whether each pass has its own order: of the samples, or of the shards of a stream.
-            order: a function of the number of the pass, from 0, and a seed, which returns the indices of the
-                samples of this pass, in their order, as a list, a NumPy array or a tensor on the CPU. Indices
-                may be repeated or left out; each pass has the same number of them, and an epoch counts these.
-                The seed has 63 bits, follows from the trainer's seed, and differs between passes. The same on
-                all replicas, and again after a restart. Not for a stream.
+            order: a function of the number of the pass, from 0, and a seed of 63 bits for this pass, which
+                returns the indices of its samples, as a list, a NumPy array or a tensor on the CPU; the same
+                on all replicas, and again after a restart. Indices may be repeated or left out; each pass has
+                the same number of them, and an epoch counts these. Not for a stream.
             lengths: the length of each sample, for batches of samples of similar length: the shuffled samples
                 of each 50 * `batch_size` are sorted by length, and divided into groups of `batch_size`, which
                 are shuffled. Not for a stream.
             allow_other_length: whether training that continues from a checkpoint may have a data set of
-                another length than before. Then the present pass and epoch begin from the start, and a
-                message says how many samples of the pass had been seen. Also whether a data set of the same
-                length may have other samples than before; training continues at the same place.
-            map: for a stream, a function that makes a sample of a record. It is called for this replica's own
-                records only, in the worker processes if there are any.
-            shuffle_buffer: for a stream, the number of records that are shuffled together, in another order
-                in each pass; so many are kept in memory. 0: the order is that of the data set.
+                another length than before, or of the same length with other samples. With another length, the
+                present pass and epoch begin from the start, and a message says how many samples of the pass
+                had been seen.
+            map: for a stream, a function that makes a sample of a record, for this replica's own records
+                only, in the worker processes if there are any.
+            shuffle_buffer: for a stream, the number of records that are kept in memory and shuffled, in
+                another order in each pass. 0: the order is that of the data set.
             exactly_once: for a stream, whether it is the same on all replicas and again after a restart. If
                 it is not, each replica trains all that its own iterator yields.
             options: arguments for `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
-                With persistent_workers=True, pass the same objects in each epoch. The worker processes of a
-                stream are always persistent while the objects are the same.
+                With persistent_workers=True, pass the same objects in each epoch.
 
         Yields:
             Micro-batches of `get_local_bsz()` samples.
@@ -731,10 +726,10 @@ class ElasticTrainer:
             WorkerError: the current epoch has ended, and `step` was not called.
             DatasetError: the data set has neither a length and items by index nor `__iter__`, fewer samples
                 than `max_batch_size` (or `batch_size`, if that is not set), or another length than before; an
-                option would choose the batches; `order` or `lengths` is not as above; or persistent workers
-                would get another data set or options than before. Of a stream: it is an iterator, or an
-                argument is not for streams; in the loop, a pass has no records. In the loop, a few samples or
-                the records of a stream differ between replicas or from those before.
+                option would choose the batches; `order` or `lengths` is not as above; persistent workers
+                would get another data set or options; a stream is an iterator, or an argument is not for
+                streams. In the loop: samples or records differ between replicas or from those before, or a
+                pass of a stream has no records.
         """
         training, replica = self._require_training(), self._replica
         feed = training.feed

@@ -27,8 +27,8 @@ class ElasticDataLoader:
     exactly. Iterating again continues at `position`. Nothing is communicated.
 
     Args:
-        dataset: a data set with a length and items by index, or a stream (an `IterableDataset`, or any object
-            whose `__iter__` begins a pass), which each rank reads as a whole, the same on all ranks.
+        dataset: a data set with a length and items by index, or a stream, which each rank reads as a whole;
+            the same on all ranks.
         batch_size: samples of one rank in a step.
         rank, world_size: of this process. Default: those of the process group, else of the environment
             variables RANK and WORLD_SIZE that torchrun sets, else one rank.
