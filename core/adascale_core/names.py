@@ -79,8 +79,8 @@ ENV_TOKEN = "ADASCALE_TOKEN"
 ENV_TOKEN_FILE = "ADASCALE_TOKEN_FILE"
 """A file with the bearer token."""
 ENV_CA_FILE = "ADASCALE_CA_FILE"
-"""A file with the certificate, in PEM, of the authority of a metrics service with TLS, which is read again when
-it changes (default: the authorities of the system)."""
+"""A file with the certificate, in PEM, of the authority of a metrics service with TLS, which is read again
+when it changes (default: the authorities of the system)."""
 ENV_READ_TOKEN = "ADASCALE_READ_TOKEN"
 """A token with which the metrics service lets people read logs and addresses."""
 ENV_READ_TOKEN_FILE = "ADASCALE_READ_TOKEN_FILE"
