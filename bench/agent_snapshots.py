@@ -33,7 +33,7 @@ from adascale import ElasticTrainer
 from adascale_core.messages.allocation import Member
 from adascale_storage.folder import Folder
 from adascale_worker.agent import snapshots
-from adascale_worker.agent.snapshots import SnapshotServer, SnapshotTransfers, make_snapshot_files
+from adascale_worker.agent.snapshots import Snapshots, SnapshotTransfers, make_snapshot_files
 from adascale_worker.process.snapshot_place import SnapshotPlace
 from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
@@ -104,7 +104,7 @@ def measure_copies(gigabytes: float) -> None:
     kept = memory.newest()
     assert kept is not None
     reads = [timed(kept.read) for _ in range(3)]
-    transfers = measure_transfers(memory, paths, state)
+    transfers = measure_transfers(state)
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Folder(Path(folder)))
         snapshot.copy(state)
@@ -119,13 +119,14 @@ def measure_copies(gigabytes: float) -> None:
     print(f"a checkpoint is written in {saved:.2f} s; to read it: {statistics.median(loads):.2f} s")
 
 
-def measure_transfers(memory: SnapshotMemory, paths: list[str], state: dict[str, Any]) -> list[float]:
+def measure_transfers(state: dict[str, Any]) -> list[float]:
     """Return how long five copies take to another agent."""
     snapshots.SHARE, snapshots.POLL = 1.0, 0.0  # type: ignore[misc]
-    server = SnapshotServer(paths, "127.0.0.1", lambda: "secret")
+    sender = Snapshots(0, "127.0.0.1", lambda: "secret", lambda: None)
+    memory = SnapshotMemory(sender.files.split(":"))
     others = make_snapshot_files().split(":")
     received = SnapshotMemory(others)
-    source = Member(0, "0.1", "127.0.0.1", 1, snapshot_port=server.port)
+    source = Member(0, "0.1", "127.0.0.1", 1, snapshot_port=sender.port)
     places = [SnapshotPlace(path) for path in others]
     transfers = SnapshotTransfers(source, places, lambda: "secret", lambda: None, lambda: math.inf)
 

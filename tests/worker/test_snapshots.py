@@ -16,7 +16,7 @@ import torch
 
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member
 from adascale_worker.agent import snapshots
-from adascale_worker.agent.snapshots import SnapshotChannel, SnapshotChannelError, Snapshots
+from adascale_worker.agent.snapshots import SnapshotChannel, Snapshots
 from adascale_worker.process.snapshot_place import SnapshotPlace
 from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
@@ -288,7 +288,7 @@ def test_a_copy_that_is_deleted_while_it_is_sent_does_not_arrive(agents: tuple[A
         length, _, number = copy
         assert (length >= 64_000_000, number) == (True, (100, 3, 9))
         source.memory.release()
-        with pytest.raises(SnapshotChannelError, match="closed"):
+        with pytest.raises(ConnectionError, match="closed"):
             deque(channel.receive_content(length), maxlen=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import queue
@@ -60,7 +61,7 @@ KILL_INTERVAL = 10.0
 MAX_DELAY = 30.0
 """Maximum seconds before the next trainer is started."""
 POLL_INTERVAL = 0.5
-"""Seconds after which `Events.wait` returns without an event."""
+"""Seconds for which the agent waits for an event."""
 EXIT_REPORT_TIMEOUT = 3.0
 """Seconds that an agent which exits waits until the metrics service has its last registration."""
 
@@ -86,36 +87,6 @@ class TerminationLog:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-class Events:
-    """Events from the agent's threads and signal handlers."""
-
-    def __init__(self) -> None:
-        # A SimpleQueue, unlike other locks, can be used in a signal handler.
-        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._parent = os.getppid()
-        self.terminating = False
-        """Whether the agent must exit, by SIGTERM, SIGINT, SIGHUP or the death of its parent."""
-
-    def notify(self) -> None:
-        """Wake up `wait`. Safe in any thread."""
-        self._queue.put(None)
-
-    def terminate(self) -> None:
-        """Make the agent exit. Safe in a signal handler."""
-        self.terminating = True
-        self._queue.put(None)
-
-    def wait(self) -> None:
-        """Wait for the next event, for `POLL_INTERVAL` at most."""
-        if os.getppid() == 1 and self._parent != 1:
-            self.terminating = True
-        reap_orphans()
-        try:
-            self._queue.get(timeout=POLL_INTERVAL)
-        except queue.Empty:
-            return
 
 
 class Agent:
@@ -149,11 +120,15 @@ class Agent:
         self._node = node
         self._agent = secrets.token_hex(8)
         self._key = secrets.token_hex(16)
-        self._events = Events()
-        self._heartbeat = Heartbeat(client, job_id, self._events.notify)
+        # A SimpleQueue, unlike other locks, can be used in a signal handler.
+        self._events: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._parent = os.getppid()
+        self._is_terminating = False
+        """Whether the agent must exit, by SIGTERM, SIGINT, SIGHUP or the death of its parent."""
+        self._heartbeat = Heartbeat(client, job_id, self._notify)
         self._snapshots: Snapshots | None = None
         if ENV_SNAPSHOT_FILES not in environ:
-            self._snapshots = Snapshots(replica, address, lambda: self._heartbeat.key, self._events.notify)
+            self._snapshots = Snapshots(replica, address, lambda: self._heartbeat.key, self._notify)
             self._environ[ENV_SNAPSHOT_FILES] = self._snapshots.files
         self._fruitless = 0
         """Trainers that were killed one after the other before they had finished a step."""
@@ -188,20 +163,33 @@ class Agent:
                 return exit_code
 
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
-        self._events.terminate()
+        self._is_terminating = True
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake up `_wait`. Safe in any thread and in a signal handler."""
+        self._events.put(None)
+
+    def _wait(self) -> None:
+        """Wait for the next event of a thread or a signal, for `POLL_INTERVAL` at most."""
+        if os.getppid() == 1 and self._parent != 1:
+            self._is_terminating = True
+        reap_orphans()
+        with contextlib.suppress(queue.Empty):
+            self._events.get(timeout=POLL_INTERVAL)
 
     # -- the metrics service -------------------------------------------------------------------------------
 
     def _wait_for_service(self) -> None:
         deadline = time.monotonic() + self._service_timeout
-        while self._heartbeat.view is None and not self._events.terminating:
+        while self._heartbeat.view is None and not self._is_terminating:
             if time.monotonic() > deadline:
                 error = self._heartbeat.error or "the metrics service does not answer"
                 raise ServiceUnreachableError(
                     f"{error}. No answer within {self._service_timeout:.0f} s: check {ENV_API_URL}, and "
                     "that the service runs"
                 )
-            self._events.wait()
+            self._wait()
 
     @property
     def _view(self) -> AllocationView:
@@ -265,7 +253,7 @@ class Agent:
 
     def _wait_for_start(self) -> TrainerProcess | None:
         """Start a trainer when this replica is desired; None if the agent must exit."""
-        while not self._events.terminating and not self._view.complete:
+        while not self._is_terminating and not self._view.complete:
             desired = self._view.desired
             if (
                 desired is not None
@@ -274,7 +262,7 @@ class Agent:
             ):
                 return self._start_trainer(desired)
             self._raise_refusal()
-            self._events.wait()
+            self._wait()
         return None
 
     def _exit_without_trainer(self) -> int:
@@ -302,7 +290,7 @@ class Agent:
             return TrainerProcess(
                 self._command,
                 environ,
-                on_change=self._events.notify,
+                on_change=self._notify,
                 processes=read_processes(environ) or 1,
             )
         except OSError as error:
@@ -322,7 +310,7 @@ class Agent:
                 return code
             now = time.monotonic()
             status = trainer.status
-            if not self._events.terminating:
+            if not self._is_terminating:
                 self._raise_refusal(trainer)
             elif not self._terminate_sent:
                 self._terminate_sent = True
@@ -343,12 +331,12 @@ class Agent:
                 print(f"adascale-agent: killed the trainer: {reason}", flush=True)
                 trainer.kill()
                 self._kill_at = now + KILL_INTERVAL
-            self._events.wait()
+            self._wait()
 
     def _may_register(self, trainer: TrainerProcess) -> bool:
         """Whether a trainer is registered already, or its replica reaches the members that train."""
         registered = self._registered
-        if (registered is not None and registered.instance == self._instance) or self._events.terminating:
+        if (registered is not None and registered.instance == self._instance) or self._is_terminating:
             return True
         try:
             return self._link_check.passes(self._view, is_current=self._heartbeat.error is None)
@@ -377,7 +365,7 @@ class Agent:
         is_current = status.generation >= self._assigned
         holds = status.state is ReplicaState.HOLDING and is_current
         must_hold = self._held > 0 and self._held == self._assigned
-        if is_current and (holds or not must_hold) and not (self._released or self._events.terminating):
+        if is_current and (holds or not must_hold) and not (self._released or self._is_terminating):
             # It has done what the message requested.
             self._kill_at = math.inf
         if active is None or self._released:
@@ -393,7 +381,7 @@ class Agent:
             case Instruction.HOLD if self._held < active.generation:
                 self._held = active.generation
                 trainer.send(Hold(active.generation))
-                if not self._events.terminating:
+                if not self._is_terminating:
                     self._kill_at = min(self._kill_at, now + LEAVE_GRACE)
             case Instruction.RELEASE:
                 self._released = True
@@ -429,7 +417,7 @@ class Agent:
         if state is ReplicaState.FINISHED:
             if self._has_finished_on_rank_0(trainer):
                 return self._exit(trainer, state, EXIT_FINISHED)
-            if self._events.terminating:
+            if self._is_terminating:
                 # Only an agent of a complete job succeeds: the first success ends the job.
                 return self._exit(trainer, state, EXIT_REENTRY)
             state = ReplicaState.LOST
@@ -437,9 +425,9 @@ class Agent:
             if status.port is None or code == EXIT_FINISHED:
                 raise self._program_failure(trainer, code)
             return self._fail(trainer, agent_exit_code(code), trainer.log)
-        if self._view.complete and not self._events.terminating:
+        if self._view.complete and not self._is_terminating:
             return self._exit(trainer, ReplicaState.FINISHED, EXIT_FINISHED)
-        if self._events.terminating:
+        if self._is_terminating:
             return self._exit(trainer, ReplicaState.TERMINATED, EXIT_REENTRY)
         self._register(self._registration(trainer, state, code))
         was_wanted = self._released or state is ReplicaState.REENTERING
@@ -461,7 +449,7 @@ class Agent:
                 return ReplicaState.REENTERING
             case ExitClass.PEER_LOST | ExitClass.KILLED:
                 return ReplicaState.LOST
-            case _ if status.terminated or self._events.terminating:
+            case _ if status.terminated or self._is_terminating:
                 return ReplicaState.LOST
             case _:
                 return ReplicaState.FAILED
@@ -471,12 +459,12 @@ class Agent:
         if self._rank == 0:
             return True
         self._register(self._registration(trainer, ReplicaState.FINISHED, EXIT_FINISHED))
-        while not self._events.terminating:
+        while not self._is_terminating:
             if self._view.complete:
                 return True
             if self._view.has_ended(trainer.status.generation):
                 return False
-            self._events.wait()
+            self._wait()
         return self._view.complete
 
     def _check_failure(self, reason: str) -> ReplicaCheckError:

@@ -39,10 +39,6 @@ TIMEOUT: Final = 5.0
 _MAX_LINE: Final = 4096
 
 
-class SnapshotChannelError(OSError):
-    """The other end is no agent of this job and version, or it has closed the connection."""
-
-
 class SnapshotChannel:
     """One end of a connection over which one agent sends a copy to another. It is not encrypted."""
 
@@ -58,7 +54,7 @@ class SnapshotChannel:
 
     def __init__(self, connection: socket.socket, key: str) -> None:
         if not key:
-            raise SnapshotChannelError("the secret of the job is not known yet")
+            raise ConnectionError("the secret of the job is not known yet")
         connection.settimeout(TIMEOUT)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
@@ -104,7 +100,7 @@ class SnapshotChannel:
         while length:
             part = self._reader.read1(min(length, CHUNK_BYTES))
             if not part:
-                raise SnapshotChannelError("the connection was closed")
+                raise ConnectionError("the connection was closed")
             length -= len(part)
             yield memoryview(part)
 
@@ -118,12 +114,12 @@ class SnapshotChannel:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise SnapshotChannelError("the connection was closed" if not line else "a line is invalid")
+            raise ConnectionError("the connection was closed" if not line else "a line is invalid")
         return message
 
     def _require(self, message: dict[str, Any], role: str, challenge: str) -> None:
         if not hmac.compare_digest(str(message.get("mac")).encode(), self._mac(role, challenge).encode()):
-            raise SnapshotChannelError(
+            raise ConnectionError(
                 "the other end does not know the secret of the job, or has another version of this package"
             )
 
@@ -138,60 +134,6 @@ def _number(value: Sequence[int]) -> StateNumber:
     return incarnation, generation, step
 
 
-class SnapshotServer:
-    """Answers requests for copies, one after the other, in a thread. The trainer does not notice it.
-
-    One copy is sent at a time, because the trainer needs the other place.
-    """
-
-    def __init__(self, paths: Sequence[str], address: str, key: Callable[[], str]) -> None:
-        self._places = [SnapshotPlace(path) for path in paths]
-        self._key = key
-        self._listener = listen(address)
-        self._listener.setblocking(True)
-        self.port: int = self._listener.getsockname()[1]
-        """Where it listens."""
-        threading.Thread(target=self._serve, name="adascale-snapshots", daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # too many open files, for example
-                time.sleep(RECONNECT)
-                continue
-            # What another process sends ends its connection only.
-            with (
-                contextlib.suppress(OSError, ValueError, TypeError, KeyError),
-                connection,
-                contextlib.closing(SnapshotChannel(connection, self._key())) as channel,
-            ):
-                self._answer(channel, channel.accept())
-
-    def _answer(self, channel: SnapshotChannel, after: StateNumber | None) -> None:
-        """Send the newest copy if its state is later than `after`.
-
-        Each part is copied first, because the place may be written again before the other end has received
-        it.
-        """
-        place = newest(self._places)
-        number = place.number
-        with place.locked(exclusively=False) as is_complete:
-            state, is_valid = place.state, place.condition is Condition.VALID and place.number == number
-            if not (is_complete and is_valid and state is not None) or (after is not None and state <= after):
-                channel.answer(None)
-                return
-            length = sum(place.lengths)
-            channel.answer((*place.lengths, state))
-            memory, position = memoryview(bytearray(min(length, CHUNK_BYTES))), 0
-            while position < length:
-                count = place.read_into(memory[: length - position], position)
-                if not count:
-                    raise SnapshotChannelError("the copy was deleted")
-                channel.send_content(memory[:count])
-                position += count
-
-
 SHARE: Final = 0.1
 """The largest share of the time in which copies are transferred. Training goes on meanwhile."""
 POLL: Final = 0.1
@@ -204,10 +146,6 @@ FAILURES: Final = 10
 """Connections that fail one after the other before this is reported."""
 MEMORY_PAUSE: Final = 60.0
 """Seconds until memory is looked for again after a lack of it."""
-
-
-class _MemoryLackError(Exception):
-    """There is not enough memory for copies."""
 
 
 class SnapshotTransfers:
@@ -264,17 +202,17 @@ class SnapshotTransfers:
             while not self._stopped:
                 is_last, begun, has_timed_out = self._last.is_set(), time.monotonic(), False
                 try:
-                    self._transfer()
-                    failures, seconds = 0, time.monotonic() - begun
-                    pause = max(POLL, seconds / SHARE - seconds)
+                    lack = self._transfer()
+                    seconds = time.monotonic() - begun
+                    failures, pause = 0, max(POLL, seconds / SHARE - seconds)
+                    if lack:
+                        pause = MEMORY_PAUSE
+                        self._report(lack)
                 except OSError as error:
                     failures, pause = failures + 1, RECONNECT
                     has_timed_out = isinstance(error, TimeoutError)
                     if failures == FAILURES:
                         self._report(error.strerror or str(error))
-                except _MemoryLackError as lack:
-                    pause = MEMORY_PAUSE
-                    self._report(str(lack))
                 if is_last or (self._last.is_set() and has_timed_out):
                     break
                 self._last.wait(pause)
@@ -282,10 +220,11 @@ class SnapshotTransfers:
             self._has_ended = True
             self._on_change()
 
-    def _transfer(self) -> None:
+    def _transfer(self) -> str:
         """Copy the state once, in place of the older copy, if there is a later one.
 
-        Without enough memory, the earlier copies are deleted, unless the trainer needs them now.
+        Without enough memory, the earlier copies are deleted, unless the trainer needs them now. Returns how
+        much is missing then.
         """
         address = self.source.address, self.source.snapshot_port
         with socket.create_connection(address, CONNECT_TIMEOUT) as connection:
@@ -293,24 +232,24 @@ class SnapshotTransfers:
             with contextlib.closing(SnapshotChannel(connection, self._key())) as channel:
                 copy = channel.request(newest(self._places).state)
                 with self._writing:
-                    if copy is not None and not self._stopped:
-                        self._receive(channel, *copy)
+                    return "" if copy is None or self._stopped else self._receive(channel, *copy)
 
     def _receive(
         self, channel: SnapshotChannel, data_bytes: int, document_bytes: int, state: StateNumber
-    ) -> None:
+    ) -> str:
         length = data_bytes + document_bytes
         if lack := lack_of_memory(self._places, length, self._available()):
             if not self._last.is_set():
                 for place in self._places:
                     place.release()
-            raise _MemoryLackError(lack)
+            return lack
         place = min(self._places, key=lambda place: place.number)
         with place.locked(exclusively=True) as is_free:
             if not is_free:
-                raise SnapshotChannelError("the memory of this agent is in use")
+                raise ConnectionError("the memory of this agent is in use")
             number = newest(self._places).number + 1
             place.write(number, state, channel.receive_content(length), document_bytes)
+        return ""
 
     def _report(self, reason: str) -> None:
         """Report why no copies are kept, once."""
@@ -373,9 +312,15 @@ class Snapshots:
         """The paths of the files with the copies, separated by colons; empty without files."""
         paths = self.files.split(":") if self.files else []
         self._places = [SnapshotPlace(path) for path in paths]
-        self.port = SnapshotServer(paths, address, key).port if paths else 0
+        self.port = 0
         """The port at which the agents of other replicas get copies; 0 without copies."""
         self._transfers: SnapshotTransfers | None = None
+        if paths:
+            self._listener = listen(address)
+            self._listener.setblocking(True)
+            self.port = self._listener.getsockname()[1]
+            self._sent = [SnapshotPlace(path) for path in paths]  # with locks of their own
+            threading.Thread(target=self._serve, name="adascale-snapshots", daemon=True).start()
 
     def follow(self, view: AllocationView) -> None:
         """Copy the state of the only member from now on, while the own trainer waits for a generation."""
@@ -412,3 +357,44 @@ class Snapshots:
         if self._transfers is not None:
             self._transfers.stop()
             self._transfers = None
+
+    # -- what other agents get ----------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Answer requests for copies, one after the other, because the trainer needs the other place."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # too many open files, for example
+                time.sleep(RECONNECT)
+                continue
+            # What another process sends ends its connection only.
+            with (
+                contextlib.suppress(OSError, ValueError, TypeError, KeyError),
+                connection,
+                contextlib.closing(SnapshotChannel(connection, self._key())) as channel,
+            ):
+                self._answer(channel, channel.accept())
+
+    def _answer(self, channel: SnapshotChannel, after: StateNumber | None) -> None:
+        """Send the newest copy if its state is later than `after`.
+
+        Each part is copied first, because the place may be written again before the other end has received
+        it.
+        """
+        place = newest(self._sent)
+        number = place.number
+        with place.locked(exclusively=False) as is_complete:
+            state, is_valid = place.state, place.condition is Condition.VALID and place.number == number
+            if not (is_complete and is_valid and state is not None) or (after is not None and state <= after):
+                channel.answer(None)
+                return
+            length = sum(place.lengths)
+            channel.answer((*place.lengths, state))
+            memory, position = memoryview(bytearray(min(length, CHUNK_BYTES))), 0
+            while position < length:
+                count = place.read_into(memory[: length - position], position)
+                if not count:
+                    raise ConnectionError("the copy was deleted")
+                channel.send_content(memory[:count])
+                position += count
