@@ -3,15 +3,16 @@
 import os
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from adascale_client.transport import Transport
 from adascale_worker.agent.trainer_process import TrainerSocket
 from adascale_worker.errors import EnvironmentVariableError
 from adascale_worker.process.environment import (
     JobSettings,
     RankAssignment,
-    ServiceAddress,
     apply_settings,
     read_agent_assignment,
     read_assignment,
@@ -54,22 +55,22 @@ def test_job_settings_are_read() -> None:
     assert read_job_settings(environ) == JobSettings(32, 512, (16, 128), 0.5, 20000, "/state", 2.5)
 
 
-def test_the_service_address_has_a_full_job_id_and_a_url_without_trailing_slash() -> None:
-    address = read_service(
-        {"ADASCALE_API_URL": "http://api:80/", "ADASCALE_JOB_ID": "digits", "ADASCALE_TOKEN": "t"}
-    )
-    assert address == ServiceAddress("http://api:80", "default.digits", token="t")
-    with_file = read_service(
-        {"ADASCALE_API_URL": "http://api", "ADASCALE_JOB_ID": "digits", "ADASCALE_TOKEN_FILE": "/run/token"}
-    )
-    assert with_file == ServiceAddress("http://api", "default.digits", token_file=Path("/run/token"))
+def test_the_service_has_a_full_job_id_and_its_credentials(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("of the file")
+    environ = {"ADASCALE_API_URL": "http://api:80/", "ADASCALE_JOB_ID": "digits", "ADASCALE_TOKEN": "t"}
+    for changes, expected in ({}, "t"), ({"ADASCALE_TOKEN_FILE": str(token)}, "of the file"):
+        service = read_service(environ | changes)
+        assert service is not None
+        transport = cast(Transport, service[0]._transport)
+        assert (transport.url, transport._read_token()) == ("http://api:80", expected)
+        assert service[1] == "default.digits"
 
 
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({"RANK": "one"}, "RANK is 'one': it must be an integer of at least 0"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2: RANK must be from 0 to 1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0': it must be an integer of at least 1"),
         ({"ADASCALE_BATCH_SIZE": "3.5"}, "ADASCALE_BATCH_SIZE is '3.5': it must be an integer of at least 1"),
         ({"ADASCALE_LOCAL_BSZ_BOUNDS": "16"}, "it must be 'lower,upper', two integers of at least 1"),

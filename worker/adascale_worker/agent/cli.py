@@ -61,7 +61,6 @@ def _exit(_number: int, _frame: FrameType | None) -> NoReturn:
 
 def _run(command: list[str]) -> int:
     # Imported here, since signals must be handled before imports that take time.
-    from adascale_client import MetricsServiceClient
     from adascale_worker.agent.agent import Agent, TerminationLog
     from adascale_worker.agent.trainer_environment import interface_variables, thread_variables
     from adascale_worker.errors import EnvironmentVariableError
@@ -80,8 +79,7 @@ def _run(command: list[str]) -> int:
         replica = environment.read_replica(environ)
         of_trainers = {**environ, names.ENV_REPLICA: str(replica)}
         agent = Agent(
-            MetricsServiceClient(service.url, service.token, service.token_file, ca_file=service.ca_file),
-            service.job_id,
+            *service,
             command,
             {**of_trainers, **interface_variables(address, environ), **thread_variables(environ)},
             replica=replica,

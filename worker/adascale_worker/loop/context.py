@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from adascale_client import MetricsServiceClient
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
@@ -183,7 +182,7 @@ class Replica:
         read = environment.read_agent_assignment if has_agent else environment.read_assignment
         assignment, process = read(environ), 0
         if processes is not None and has_agent:
-            process = environment.read_process(environ, processes)
+            process = environment.read_process(environ)
         elif processes is not None:
             assignment, process = environment.divide_into_replicas(assignment, processes)
         self.device = select_device(device, process if has_agent else assignment.local_rank)
@@ -274,15 +273,13 @@ def _run_of_job(incarnation: int) -> str | None:
     service = environment.read_service(os.environ)
     if service is None:
         return None
+    _, job_id = service
     # Without a time of creation the job is new on this machine, where all replicas have one token.
     distinct = str(incarnation) if incarnation else environment.read_secret(os.environ)
-    return f"{service.job_id}-{hashlib.sha256(f'{service.job_id} {distinct}'.encode()).hexdigest()[:8]}"
+    return f"{job_id}-{hashlib.sha256(f'{job_id} {distinct}'.encode()).hexdigest()[:8]}"
 
 
 def make_reporter() -> Reporter | None:
     """Return what posts reports to the metrics service; None without one."""
     service = environment.read_service(os.environ)
-    if service is None:
-        return None
-    client = MetricsServiceClient(service.url, service.token, service.token_file, ca_file=service.ca_file)
-    return Reporter(client, service.job_id)
+    return None if service is None else Reporter(*service)

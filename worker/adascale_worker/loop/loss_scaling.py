@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,22 +111,17 @@ class _Scaler:
         return any(optimizer is known for known in self._optimizers)
 
 
-def require_registered_scaler(registered: Iterable[object]) -> None:
+def require_registered_scaler(registered: Collection[object]) -> None:
     """Check that no GradScaler calls `optimizer.step()` that is not registered."""
     frame = inspect.currentframe()
     for _ in range(_CALLERS):
         frame = None if frame is None else frame.f_back
-        scaler = _scaler_in(frame)
-        if scaler is not None and scaler.is_enabled() and all(scaler is not each for each in registered):
+        if frame is None or frame.f_globals.get("__name__") != GradScaler.__module__:
+            continue
+        scaler = frame.f_locals.get("self")
+        if isinstance(scaler, GradScaler) and scaler.is_enabled() and scaler not in registered:
             raise WorkerError(
                 "optimizer.step() was called by a GradScaler that the trainer does not know, so its loss "
                 "scale would not be saved, and could differ between replicas: call "
                 'program_reentry(..., register={"scaler": scaler})'
             )
-
-
-def _scaler_in(frame: FrameType | None) -> GradScaler | None:
-    if frame is None or frame.f_globals.get("__name__") != GradScaler.__module__:
-        return None
-    caller = frame.f_locals.get("self")
-    return caller if isinstance(caller, GradScaler) else None

@@ -303,7 +303,7 @@ class Training(Context):
         self.require_epoch()
         planner, progress, loop = self.planner, self.progress, self.loop
         loaded: LoadedBatches | None = None
-        place = (self.group.generation, planner.plan, self.feed.exchanges)
+        place: object = None
         number = self._begin_loop()
         try:
             while self._prepare_batch(number):

@@ -56,15 +56,11 @@ def _fault(device: torch.device) -> str | None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         return fault
-    except torch.OutOfMemoryError:
-        return None
-    except torch.AcceleratorError as error:
-        if "out of memory" in str(error):
-            return None
-        return f"it reports an error: {str(error).splitlines()[0]}"
     except RuntimeError as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if "CUBLAS_STATUS_EXECUTION_FAILED" in reason:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason:
+            return None
+        if isinstance(error, torch.AcceleratorError) or "CUBLAS_STATUS_EXECUTION_FAILED" in reason:
             return f"it reports an error: {reason}"
         print(f"adascale: device {device} was not checked: {reason}", file=sys.stderr, flush=True)
         return None

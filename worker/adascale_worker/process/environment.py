@@ -18,6 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, Literal, TypeVar, get_args
 
+from adascale_client import MetricsServiceClient
 from adascale_core import names
 from adascale_core.batch.plans import AUTO, BatchBounds, EfficiencyBound, LocalBszBounds
 from adascale_core.errors import InvalidJobError
@@ -37,18 +38,6 @@ ONE_PROCESS = (
     "the number of replicas in the job"
 )
 """What to do if the command of a job starts several trainers."""
-
-
-@dataclass(frozen=True)
-class ServiceAddress:
-    """The address of the metrics service, and the credentials for it."""
-
-    url: str
-    job_id: str  # full id of the job that this process belongs to
-    token: str | None = None  # the bearer token. None if there is none, or if it is in a file.
-    # a file that contains the token and can be renewed. None if there is none.
-    token_file: Path | None = None
-    ca_file: Path | None = None  # a file with the certificate of its authority. None for those of the system.
 
 
 @dataclass(frozen=True)
@@ -138,8 +127,7 @@ def apply_settings(environ: MutableMapping[str, str], settings: Mapping[str, str
 
 def read_secret(environ: Mapping[str, str]) -> str:
     """Return the token of the job, with which members authenticate each other without another secret."""
-    service = read_service(environ)
-    return (service.token if service is not None else None) or ""
+    return environ.get(names.ENV_TOKEN) or ""
 
 
 def read_peer_timeout(environ: Mapping[str, str]) -> float:
@@ -147,8 +135,8 @@ def read_peer_timeout(environ: Mapping[str, str]) -> float:
     return _read(environ, names.ENV_PEER_TIMEOUT, _positive_seconds, names.DEFAULT_PEER_TIMEOUT)
 
 
-def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
-    """Return the address of the metrics service. None if no service is configured."""
+def read_service(environ: Mapping[str, str]) -> tuple[MetricsServiceClient, str] | None:
+    """Return the metrics service, and the full id of the job of this process; None without a service."""
     url = environ.get(names.ENV_API_URL)
     job = environ.get(names.ENV_JOB_ID)
     if not url and not job:
@@ -159,26 +147,20 @@ def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
         )
         raise EnvironmentVariableError(f"{present} is set but {missing} is not: set both, or neither")
     token_file, ca_file = environ.get(names.ENV_TOKEN_FILE), environ.get(names.ENV_CA_FILE)
-    return ServiceAddress(
-        url=url.rstrip("/"),
-        job_id=parse_job_id(job),
-        token=environ.get(names.ENV_TOKEN),
-        token_file=Path(token_file) if token_file else None,
+    client = MetricsServiceClient(
+        url,
+        environ.get(names.ENV_TOKEN),
+        Path(token_file) if token_file else None,
         ca_file=Path(ca_file) if ca_file else None,
     )
+    return client, parse_job_id(job)
 
 
 def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
     """Return the rank of a trainer without an agent: rank 0 of 1 if torchrun's variables are not set."""
-    rank = _read(environ, "RANK", _non_negative_integer, 0)
-    replicas = _read(environ, "WORLD_SIZE", _positive_integer, 1)
-    if rank >= replicas:
-        raise EnvironmentVariableError(
-            f"RANK is {rank} but WORLD_SIZE is {replicas}: RANK must be from 0 to {replicas - 1}"
-        )
     return RankAssignment(
-        rank=rank,
-        replicas=replicas,
+        rank=_read(environ, "RANK", _non_negative_integer, 0),
+        replicas=_read(environ, "WORLD_SIZE", _positive_integer, 1),
         local_rank=_read(environ, "LOCAL_RANK", _non_negative_integer, 0),
         local_replicas=_read(environ, "LOCAL_WORLD_SIZE", _positive_integer, 1),
     )
@@ -221,15 +203,9 @@ def read_processes(environ: Mapping[str, str]) -> int | None:
     return _read(environ, names.ENV_PROCESSES_PER_REPLICA, _positive_integer, None)
 
 
-def read_process(environ: Mapping[str, str], processes: int) -> int:
+def read_process(environ: Mapping[str, str]) -> int:
     """Return the index of this process in its replica, from 0, as its agent sets it."""
-    process = _read(environ, names.ENV_LOCAL_RANK, _non_negative_integer, 0)
-    if process >= processes:
-        raise EnvironmentVariableError(
-            f"{names.ENV_LOCAL_RANK} is {process} but {names.ENV_PROCESSES_PER_REPLICA} is {processes}: it "
-            f"must be from 0 to {processes - 1}"
-        )
-    return process
+    return _read(environ, names.ENV_LOCAL_RANK, _non_negative_integer, 0)
 
 
 def divide_into_replicas(assignment: RankAssignment, processes: int) -> tuple[RankAssignment, int]:

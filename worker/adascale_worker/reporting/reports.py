@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import islice
 from numbers import Integral, Real
 
 import torch
@@ -76,27 +75,28 @@ class Reporter:
 
     def _run(self) -> None:
         backoff = Backoff()
-        max_reports = MAX_QUEUED
+        requests: list[list[GainReport]] = []
+        """The reports of the next requests, the first one last."""
         while True:
             with self._changed:
-                if not self._queue and not self._closing:
-                    self._changed.wait()
-                reports = list(islice(self._queue, max_reports))
-                if not reports:
-                    if self._closing:
+                if not requests:
+                    self._changed.wait_for(lambda: self._queue or self._closing)
+                    if not self._queue:
                         return
-                    continue
+                    requests.append([*self._queue])
+                    self._queue.clear()
             try:
-                answer = self._client.post_gain(self._job_id, reports)
+                answer = self._client.post_gain(self._job_id, requests[-1])
             except ServiceError as error:
                 status = error.status if isinstance(error, ServiceRefusedError) else None
                 if status in INVALID_REPORT:
                     # Find the invalid report by bisection.
-                    max_reports = len(reports) // 2
-                    if max_reports == 0:
+                    reports = requests.pop()
+                    half = len(reports) // 2
+                    if half > 0:
+                        requests += [reports[half:], reports[:half]]
+                    else:
                         print(f"adascale: {error}; dropping this report", flush=True)
-                        self._dequeue(reports)
-                        max_reports = MAX_QUEUED
                     continue
                 self._log_error(error, status)
                 with self._changed:
@@ -104,13 +104,11 @@ class Reporter:
                         return
                     self._changed.wait(backoff.next())
                 continue
+            requests.pop()
             if self._failing:
                 self._failing = False
                 print("adascale: the metrics service answers again", flush=True)
             backoff.reset()
-            # Newer reports may have displaced the invalid one.
-            max_reports = min(2 * max_reports, MAX_QUEUED)
-            self._dequeue(reports)
             self._wait_for_next(answer.post_interval)
 
     def _wait_for_next(self, post_interval: float) -> None:
@@ -120,13 +118,6 @@ class Reporter:
             self.interval = report_interval(post_interval)
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, min(post_interval, MAX_INTERVAL))
-
-    def _dequeue(self, reports: list[GainReport]) -> None:
-        """Remove reports from the queue, unless newer ones have displaced them already."""
-        with self._changed:
-            for report in reports:
-                if self._queue and self._queue[0] is report:
-                    self._queue.popleft()
 
     def _log_error(self, error: ServiceError, status: int | None) -> None:
         """Log an error once, although its reason may change while a service stops and starts again."""
