@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import select
 import socket
 import threading
 import time
@@ -350,64 +349,34 @@ def test_without_a_token_logs_and_addresses_are_empty(tmp_path: Path) -> None:
     ("path", "waits"),
     [
         ("/jobs/a/allocation?version={version}", MAX_ANONYMOUS_WAITS),
-        ("/changes?since={cursor}", MAX_ANONYMOUS_FOLLOWERS),
-    ],
-)
-def test_clients_without_a_token_can_not_wait_on_all_connections(
-    tmp_path: Path, path: str, waits: int
-) -> None:
-    further = 20
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client, ExitStack() as stack:
-        view = client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
-        path = path.format(cursor=client.get("/jobs")["cursor"], **view) + "&wait=60"
-        connections = []
-        for _ in range(waits + further):
-            connection = socket.create_connection(("127.0.0.1", service.port), timeout=30)
-            connections.append(stack.enter_context(connection))
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        refused: list[socket.socket] = []
-        while len(refused) < further:
-            answered, _, _ = select.select([each for each in connections if each not in refused], [], [], 30)
-            assert answered, "the further requests are answered"
-            refused += answered
-        assert len(refused) == further
-        for each in refused:
-            assert each.recv(1000).startswith(b"HTTP/1.1 503 ")
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(client.get, path)
-            changed = client.put("/jobs/a/allocation", {"generation": 2, "replicas": 1})
-            answer = waiting.result(30)
-            assert answer == changed or answer["jobs"][0]["version"] == changed["version"]
-        for each in connections:
-            if each not in refused:
-                assert each.recv(1000).startswith(b"HTTP/1.1 200 ")
-
-
-@pytest.mark.parametrize(
-    ("path", "waits"),
-    [
-        ("/jobs/a/allocation?version={version}", MAX_ANONYMOUS_WAITS),
         ("/jobs/a/allocation?unknown=1&version={version}", MAX_ANONYMOUS_WAITS),
         ("/changes?since={cursor}", MAX_ANONYMOUS_FOLLOWERS),
     ],
 )
-def test_a_wait_ends_when_its_client_leaves(tmp_path: Path, path: str, waits: int) -> None:
+def test_clients_without_a_token_can_not_wait_on_all_connections_and_a_wait_ends_when_its_client_leaves(
+    tmp_path: Path, path: str, waits: int
+) -> None:
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
         view = client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
         path = path.format(cursor=client.get("/jobs")["cursor"], **view)
-        with ExitStack() as stack:
+        with ExitStack() as stack, Client(service.port, token=None) as other:
+            connections = []
             for _ in range(waits):
                 connection = socket.create_connection(("127.0.0.1", service.port), timeout=30)
-                stack.enter_context(connection)
+                connections.append(stack.enter_context(connection))
                 connection.sendall(f"GET {path}&wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            with Client(service.port, token=None) as other:
 
-                def status() -> int:
-                    return other.call("GET", f"{path}&wait=0.01").status
+            def status(with_token: Client | None = None) -> int:
+                return (with_token or other).call("GET", f"{path}&wait=0.01").status
 
-                wait_until(lambda: status() == 503, "all waits")
-                stack.close()
-                wait_until(lambda: status() == 200, "the end of the waits")
+            wait_until(lambda: status() == 503, "all waits")
+            assert status(client) == 200
+            for connection in connections[: waits // 2]:
+                connection.close()
+            wait_until(lambda: status() == 200, "the end of these waits")
+            client.put("/jobs/a/allocation", {"generation": 2, "replicas": 1})
+            for connection in connections[waits // 2 :]:
+                assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("path", ["/jobs/a/gain", "/jobs/a/decision"])
@@ -486,27 +455,6 @@ def test_workers_create_a_bounded_number_of_jobs_in_their_namespace(tmp_path: Pa
         client.post_gain("crowd.again", a_report())
 
 
-@pytest.mark.slow
-def test_a_job_of_the_maximum_size_takes_bounded_memory(attacked: ServiceProcess) -> None:
-    with Client(attacked.port) as client:
-        client.put("/jobs/large/allocation", {"generation": 1, "replicas": 1024})
-        for replica_state in (ReplicaState.WAITING, ReplicaState.RUNNING):
-            generation = 0 if replica_state is ReplicaState.WAITING else 1
-
-            def register(
-                part: int, replica_state: ReplicaState = replica_state, to: int = generation
-            ) -> None:
-                with Client(attacked.port) as agent:
-                    for rank in range(part, 1024, 64):
-                        agent.register("large", a_registration(rank, replica_state, generation=to))
-
-            with ThreadPoolExecutor(64) as threads:
-                list(threads.map(register, range(64)))
-        # On a busy machine, the first have been silent for too long by now.
-        assert len(client.get("/jobs/large")["replicas"]) > 512
-        assert attacked.peak_memory() < MEMORY_LIMIT / 2
-
-
 def test_long_reads_do_not_delay_registrations(attacked: ServiceProcess) -> None:
     with Client(attacked.port) as client:
         for start in range(0, 8000, 1000):
@@ -532,7 +480,7 @@ def test_long_reads_do_not_delay_registrations(attacked: ServiceProcess) -> None
             reading = [threads.submit(read) for _ in range(8)]
             try:
                 slowest = 0.0
-                for generation in range(1, 30):
+                for generation in range(1, 15):
                     started = time.monotonic()
                     client.put("/jobs/other/allocation", {"generation": generation, "replicas": 1})
                     slowest = max(slowest, time.monotonic() - started)

@@ -15,7 +15,7 @@ import pytest
 from adascale_api.data.backend import UnusableDatabaseError
 from adascale_api.data.sqlite import SqliteConnector
 from adascale_core.messages.registration import ReplicaState
-from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, run_service, wait_until
+from api.client import Client, ServiceProcess, a_registration, a_report, wait_until
 from api.test_decision import a_decision
 from support.file_systems import fill, small_disk
 
@@ -200,7 +200,6 @@ def test_a_damaged_row_harms_its_own_job_only(tmp_path: Path) -> None:
     ("statement", "calls"),
     [
         ("UPDATE measurements SET received = 'many'", ["POST gain", "GET gain/history"]),
-        ("UPDATE decisions SET decision = '{}'", ["GET decision", "GET generations"]),
         ("UPDATE decisions SET decision = '['", ["GET decision", "GET generations"]),
     ],
 )
@@ -272,8 +271,8 @@ def test_tables_are_not_migrated_without_room_for_a_copy(disk: Path) -> None:
 
 
 def test_the_tables_of_a_later_version_are_used_if_they_say_so(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path):
-        pass
+    url = f"sqlite:///{tmp_path / 'service.db'}"
+    SqliteConnector(url).close()
     with closing(sqlite3.connect(tmp_path / "service.db")) as database:
         database.execute("UPDATE adascale_schema SET version = version + 1")
         database.execute("ALTER TABLE reports ADD COLUMN added_later TEXT")
@@ -283,11 +282,8 @@ def test_the_tables_of_a_later_version_are_used_if_they_say_so(tmp_path: Path) -
     with closing(sqlite3.connect(tmp_path / "service.db")) as database:
         database.execute("UPDATE adascale_schema SET readable_from = version")
         database.commit()
-    refused = run_service(
-        "--port", "0", "--database", f"sqlite:///{tmp_path}/service.db", ADASCALE_TOKEN=TOKEN
-    )
-    assert refused.returncode == 2
-    assert "use the version of the service that created it" in refused.stderr
+    with pytest.raises(UnusableDatabaseError, match="use the version of the service that created it"):
+        SqliteConnector(url)
 
 
 @pytest.mark.parametrize(
@@ -303,13 +299,8 @@ def test_the_tables_of_another_program_or_version_are_refused(
 ) -> None:
     path = tmp_path / "service.db"
     if not statement.startswith("CREATE"):
-        with ServiceProcess(tmp_path):
-            pass
-    other = sqlite3.connect(path)
-    with other:
-        other.execute(statement)
-    other.close()
-    refused = run_service("--port", "0", "--database", f"sqlite:///{path}", ADASCALE_TOKEN=TOKEN)
-    assert refused.returncode == 2
-    assert message in refused.stderr
-    assert "Traceback" not in refused.stderr
+        SqliteConnector(f"sqlite:///{path}").close()
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(statement)
+    with pytest.raises(UnusableDatabaseError, match=message):
+        SqliteConnector(f"sqlite:///{path}")

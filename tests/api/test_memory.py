@@ -91,42 +91,27 @@ def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path, large_jobs: Pat
         assert "Traceback" not in service.log()
 
 
-@pytest.fixture(params=[pytest.param("http", marks=pytest.mark.release), "https"])
-def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
-    """The certificate of a service with TLS, or None without TLS."""
-    return tls_files(tmp_path / "tls") if request.param == "https" else None
-
-
-def with_tls(connection: socket.socket, tls: TlsFiles | None) -> socket.socket:
-    """Return a connection with TLS, if the service has a certificate."""
-    if tls is None:
-        return connection
-    return ssl.create_default_context(cafile=str(tls.ca)).wrap_socket(connection, server_hostname="localhost")
-
-
-def unread_answer(
-    port: int, path: str, token: str | None = None, tls: TlsFiles | None = None
-) -> socket.socket:
+def unread_answer(port: int, path: str, tls: TlsFiles | None = None) -> socket.socket:
     """Return a connection whose answer has begun, and which has room for little of it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(30)
     connection.connect(("127.0.0.1", port))
-    connection = with_tls(connection, tls)
-    header = f"Authorization: Bearer {token}\r\n" if token else ""
-    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+    if tls is not None:
+        context = ssl.create_default_context(cafile=str(tls.ca))
+        connection = context.wrap_socket(connection, server_hostname="localhost")
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
     assert connection.recv(1) == b"H"
     return connection
 
 
 @pytest.mark.slow
 def test_answers_that_nobody_reads_take_bounded_memory_and_are_closed(
-    tmp_path: Path, large_jobs: Path, tls: TlsFiles | None
+    tmp_path: Path, large_jobs: Path
 ) -> None:
-    clients = 80
+    clients, tls = 80, tls_files(tmp_path / "tls")
     shutil.copy(large_jobs, tmp_path)
-    options = tls.options if tls else ()
-    with ServiceProcess(tmp_path, *options, own_interpreter=True) as service, ExitStack() as stack:
+    with ServiceProcess(tmp_path, *tls.options, own_interpreter=True) as service, ExitStack() as stack:
         for _ in range(clients):
             path = "/jobs?limit=1000&after=default.large"
             stack.enter_context(unread_answer(service.port, path, tls=tls))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 
 import pytest
@@ -17,6 +18,7 @@ from adascale_api.bodies import (
     LimitBody,
     RegistrationBody,
 )
+from adascale_api.http.request_body import reports_body
 from adascale_core.messages import Message
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
@@ -61,6 +63,11 @@ def test_an_answer_has_exactly_the_fields_of_its_view(client: Client, job: str) 
     assert as_lists(JobView.from_json(answer).to_json()) == answer
     page = client.get("/jobs?limit=1000")
     assert as_lists(JobList.from_json(page).to_json()) == page
+
+
+def test_a_parsed_report_is_the_message_with_its_defaults() -> None:
+    required = {name: value for name, value in a_report(7).to_json().items() if value not in (None, {}, "")}
+    assert reports_body.parse(json.dumps(required).encode()) == [GainReport(**required)]
 
 
 def as_lists(value: object) -> object:

@@ -17,6 +17,7 @@ import urllib3
 
 from adascale_api import cli, server
 from adascale_api.cli import main
+from adascale_api.data.store.reports import Retention
 from adascale_api.service.service import Settings
 from adascale_core.errors import UsageError
 from api.client import TOKEN, Client, ServiceProcess, a_report, environment, run_service, wait_until
@@ -172,18 +173,6 @@ def test_the_port_file_is_replaced_when_the_service_listens(tmp_path: Path) -> N
             assert client.get("/readyz") == {"status": "ok"}
 
 
-def test_a_port_in_use_is_refused_without_a_traceback(service: ServiceProcess, tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'a.db'}"
-    refused = run_service("--port", str(service.port), "--database", url, ADASCALE_TOKEN=TOKEN)
-    assert_refused(
-        refused.returncode,
-        refused.stderr,
-        f"can't listen on 127.0.0.1 port {service.port}",
-        "in use",
-        "--port",
-    )
-
-
 def test_the_service_accepts_connections_of_an_inherited_socket(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor = listener.fileno()
@@ -225,6 +214,12 @@ class Command:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(monkeypatch, capsys)
+
+
+def test_a_port_in_use_is_refused_without_a_traceback(service: ServiceProcess, command: Command) -> None:
+    options = ["--port", str(service.port), "--database", "sqlite:////nowhere/at/all.db"]
+    named = f"can't listen on 127.0.0.1 port {service.port}"
+    command.assert_refuses(options, {"ADASCALE_TOKEN": TOKEN}, named, "in use", "--port")
 
 
 @pytest.mark.parametrize(
@@ -309,18 +304,9 @@ def test_an_inherited_socket_that_does_not_listen_is_refused(tmp_path: Path, com
         command.assert_refuses(options, {"ADASCALE_TOKEN": TOKEN}, "no listening TCP socket")
 
 
-def test_options_set_how_many_reports_of_a_job_are_kept(tmp_path: Path, job: str) -> None:
-    options = ("--keep-newest-reports", "20", "--keep-earlier-reports", "10")
-    with ServiceProcess(tmp_path, *options) as service, Client(service.port) as client:
-        client.post_gain(job, *(a_report(step) for step in range(200)))
-        client.post_gain(job, *(a_report(step) for step in range(200, 210)))
-        history = client.get(f"/jobs/{job}/gain/history?points=5000")
-    assert history["total"] == 210
-    assert len(history["points"]) < 40
-    assert [report["step"] for report in history["points"][-20:]] == list(range(190, 210))
-
-
-def test_options_set_how_many_days_jobs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_set_how_many_reports_and_days_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[Settings] = []
 
     def create_app(_database: object, _authorizer: object, settings: Settings, **_others: object) -> None:
@@ -330,9 +316,11 @@ def test_options_set_how_many_days_jobs_are_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cli, "Database", str)
     monkeypatch.setattr(cli, "create_app", create_app)
     options = ["--port", "0", "--keep-finished-days", "2", "--keep-unfinished-days", "30"]
+    options += ["--keep-newest-reports", "20", "--keep-earlier-reports", "10"]
     with pytest.raises(UsageError, match="all options"):
         cli.run(options, {"ADASCALE_TOKEN": "t"})
     assert (given[0].finished_days, given[0].unfinished_days) == (2, 30)
+    assert given[0].reports == Retention(20, 10)
 
 
 def test_without_authentication_every_client_may_write_and_a_warning_is_logged(tmp_path: Path) -> None:

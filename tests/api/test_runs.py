@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from adascale_api import cli
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.service.run_services import MAX_OPEN, RunServices
+from adascale_core.errors import AdaScaleError
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.views.job_summary import JobStateName, RunEntry, RunView
@@ -263,16 +265,16 @@ def test_calls_that_a_list_of_runs_does_not_have_are_refused(client: Client, pat
     assert answer.body["error"].startswith(error)
 
 
-def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs.json").write_text("[]")
-    with pytest.raises(
-        AssertionError,
-        match="not allowed with argument",
-    ):
-        ServiceProcess(tmp_path, "--database", "sqlite:///x.db", runs=tmp_path / "runs.json").__enter__()
-    (tmp_path / "runs.json").write_text("{")
-    with pytest.raises(AssertionError, match=r"the list of runs .* can't be read"):
-        ServiceProcess(tmp_path, runs=tmp_path / "runs.json").__enter__()
+def test_options_that_contradict_each_other_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text("{")
+    with pytest.raises(SystemExit):
+        cli.run(["--runs", str(path), "--database", "sqlite:///x.db"], ENVIRON)
+    assert "not allowed with argument" in capsys.readouterr().err
+    with pytest.raises(AdaScaleError, match=r"the list of runs .* can't be read"):
+        cli.run(["--port", "0", "--runs", str(path)], ENVIRON)
 
 
 # -- the output of replicas -------------------------------------------------------------------------------
@@ -329,7 +331,7 @@ def test_the_output_needs_a_token(shown: ServiceProcess, ended: RunEntry, log: P
             assert client.call("GET", f"/jobs/{ended.id}/logs/{replica}").status in (404, 422)
 
 
-def test_a_service_without_the_folder_names_what_shows_the_output(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+def test_a_service_without_the_folder_names_what_shows_the_output(service: ServiceProcess) -> None:
+    with Client(service.port) as client:
         answer = client.get(f"/jobs/{JOB}/logs/0")
         assert "`kubectl logs` shows that of its pods" in answer["missing"]

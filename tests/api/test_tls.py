@@ -345,33 +345,28 @@ def test_a_client_cannot_choose_a_costly_group(service: ServiceProcess, groups: 
     assert ("BEGIN CERTIFICATE" in connecting.stdout) == connects, connecting.stderr
 
 
-@pytest.mark.parametrize("first", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n"])
 def test_a_connection_without_a_handshake_is_closed_after_the_time_of_a_request(
-    tmp_path: Path, files: TlsFiles, first: bytes
+    tmp_path: Path, files: TlsFiles
 ) -> None:
-    with (
-        ServiceProcess(tmp_path, *files.options, "--request-timeout", "1") as service,
-        socket.create_connection(("127.0.0.1", service.port), 20) as silent,
-    ):
-        silent.sendall(first)
-        while silent.recv(4096):
-            pass
+    with ServiceProcess(tmp_path, *files.options, "--request-timeout", "1") as service:
+        for first in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n"):
+            with socket.create_connection(("127.0.0.1", service.port), 20) as silent:
+                silent.sendall(first)
+                while silent.recv(4096):
+                    pass
         assert client(service, files.ca).list_jobs() == []
 
 
-@pytest.mark.parametrize("first", [b"", b"\x16"])
-def test_connections_without_a_handshake_take_no_place_of_others(
-    tmp_path: Path, files: TlsFiles, first: bytes
-) -> None:
+def test_connections_without_a_handshake_take_no_place_of_others(tmp_path: Path, files: TlsFiles) -> None:
     with (
         ServiceProcess(tmp_path, *files.options, "--max-connections", "8") as service,
         ExitStack() as opened,
     ):
         serving = client(service, files.ca)
         serving.register(JOB, a_registration())
-        for _ in range(40):
+        for number in range(40):
             connection = opened.enter_context(socket.create_connection(("127.0.0.1", service.port), 10))
-            connection.sendall(first)
+            connection.sendall((b"", b"\x16")[number % 2])
         assert serving.post_gain(JOB, reports(1)).stored == 1
         metrics = urllib3.request("GET", f"http://127.0.0.1:{service.port}/metrics").data.decode()
         closed = next(line for line in metrics.splitlines() if line.startswith("adascale_connections_closed"))
