@@ -28,16 +28,13 @@ from support.service import Service
 # -- help ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", ["a b", "/gpu", "gpu/", "-gpu", "a/b/c", "x" * 64])
-def test_the_operator_refuses_a_label_that_no_node_can_have(label: str) -> None:
-    refused = adascale("operator", "--accelerator-label", label)
-    assert refused.returncode == 2
-    assert "is not the key of a label" in " ".join(refused.stderr.split())
+NO_LABELS = ["a b", "/gpu", "gpu/", "-gpu", "a/b/c", "x" * 64]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *((["--accelerator-label", label], "is not the key of a label") for label in NO_LABELS),
         (["--tls-secret", "adascale-api-tls"], "got 'adascale-api-tls', expected NAMESPACE/NAME"),
         (["--tls-external"], "--tls-external: it needs --tls-secret"),
         (["--tls-secret", "a/b", "--api-url", "http://api"], "must begin with https://"),
@@ -47,7 +44,7 @@ def test_the_operator_refuses_a_label_that_no_node_can_have(label: str) -> None:
         ),
     ],
 )
-def test_the_operator_refuses_options_for_tls_that_contradict_each_other(
+def test_the_operator_refuses_a_label_of_no_node_and_contradicting_options_for_tls(
     options: list[str], message: str
 ) -> None:
     refused = adascale("operator", *options)
@@ -55,27 +52,8 @@ def test_the_operator_refuses_options_for_tls_that_contradict_each_other(
     assert message in " ".join(refused.stderr.replace("│", " ").split())
 
 
-def test_no_command_lists_the_commands() -> None:
-    shown = adascale()
-    assert shown.returncode == 2
-    for command in ("run", "validate", "gain"):
-        assert f" {command} " in shown.stdout + shown.stderr
-
-
-def test_help_lists_every_option() -> None:
-    shown = adascale("run", "--help").stdout
-    for option in ("--replicas", "--until", "--state-dir", "--port", "--fresh"):
-        assert option in shown
-
-
 def test_version_shows_the_version() -> None:
     assert adascale("--version").stdout == "adascale 0.1.0\n"
-
-
-def test_an_unknown_option_is_an_error_that_suggests_one() -> None:
-    failed = adascale("run", "job.yaml", "--replica", "2")
-    assert failed.returncode == 2
-    assert "--replicas" in failed.stderr
 
 
 # -- validate --------------------------------------------------------------------------------------------
@@ -143,9 +121,6 @@ def test_every_error_of_a_job_is_shown_without_a_traceback(tmp_path: Path) -> No
             f"adascale: {job}:8: spec.maxReplica: unknown field; did you mean maxReplicas?",
             f"          {job}:9: spec.bakoffLimit: unknown field; did you mean backoffLimit?",
         ]
-
-
-# -- errors of run ----------------------------------------------------------------------------------------
 
 
 # -- explain ---------------------------------------------------------------------------------------------

@@ -98,12 +98,6 @@ def test_the_plugin_of_kubectl_is_for_the_cluster_and_has_no_commands_for_one_ma
     assert "No such command 'run'" in adascale("run", "x.yaml", entry=kubectl_main).stderr
 
 
-def test_a_state_folder_and_a_cluster_are_an_error(adascale: Adascale, tmp_path: Path) -> None:
-    failed = adascale("status", "digits", "--cluster", "--state-dir", tmp_path)
-    assert failed.returncode == 2
-    assert "--state-dir is for a run on this machine" in failed.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
@@ -180,31 +174,31 @@ def test_an_unknown_job_names_those_that_exist(server: ApiServer, adascale: Adas
     )
 
 
-def test_a_job_with_another_namespace_than_the_option_is_an_error(adascale: Adascale) -> None:
-    failed = adascale("status", "team.digits", "-n", "default")
+@pytest.mark.parametrize(
+    ("job", "options", "message"),
+    [
+        ("digits", ["--cluster", "--state-dir", "."], "--state-dir is for a run on this machine"),
+        ("team.digits", ["-n", "default"], "is in namespace team, but --namespace is default"),
+        ("digits", ["--context", "absent"], "has no context 'absent'; it has away, prod"),
+    ],
+)
+def test_an_option_that_contradicts_another_or_the_kubeconfig_is_an_error(
+    adascale: Adascale, job: str, options: list[str], message: str
+) -> None:
+    failed = adascale("status", job, *options)
     assert failed.returncode == 2
-    assert "job team.digits is in namespace team, but --namespace is default" in failed.stderr
+    assert message in failed.stderr
 
 
-def test_without_a_kubeconfig_the_error_names_the_file(adascale: Adascale, tmp_path: Path) -> None:
-    failed = adascale("status", "digits", "--cluster", KUBECONFIG=str(tmp_path / "absent"))
-    assert failed.returncode == 2
-    assert f"no cluster is configured in {tmp_path / 'absent'}" in failed.stderr
-    assert "Traceback" not in failed.stderr
-
-
-@pytest.mark.parametrize("content", ["", "a: [", "text", "[]", "contexts: [{name: prod}]"])
-def test_a_file_that_is_no_kubeconfig_is_an_error(adascale: Adascale, kubeconfig: Path, content: str) -> None:
-    kubeconfig.write_text(content)
-    failed = adascale("status", "digits", "--context", "prod")
+@pytest.mark.parametrize("content", [None, "", "a: [", "text", "[]", "contexts: [{name: prod}]"])
+def test_a_file_that_is_missing_or_no_kubeconfig_is_an_error(
+    adascale: Adascale, kubeconfig: Path, content: str | None
+) -> None:
+    kubeconfig.write_text(content) if content is not None else kubeconfig.unlink()
+    failed = adascale("status", "digits", "--cluster")
     assert failed.returncode == 2, failed.stderr
     assert f"no cluster is configured in {kubeconfig}" in failed.stderr
-
-
-def test_an_unknown_context_names_those_that_exist(adascale: Adascale) -> None:
-    failed = adascale("status", "digits", "--context", "absent")
-    assert failed.returncode == 2
-    assert "has no context 'absent'; it has away, prod" in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 def test_an_option_names_the_context_of_a_kubeconfig_without_a_current_one(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -207,95 +206,47 @@ def test_the_table_has_every_number(files: Path) -> None:
         assert word in text
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("workload.csv", None, "does not exist"),
-        ("workload.csv", "name,time\n", "has no column application"),
-        ("workload.csv", "name,time,application,num_replicas,batch_size\n", "has no jobs"),
-        ("workload.csv", "name,time,application,num_replicas,batch_size\na,x,small,1,16\n", "time must be"),
-        (
-            "workload.csv",
-            "name,time,application,num_replicas,batch_size\na,1,none,1,16\n",
-            "--profiles names",
-        ),
-    ],
-)
-def test_an_invalid_file_is_refused_with_its_name(
-    files: Path, tmp_path: Path, name: str, text: str | None, message: str
-) -> None:
-    path = tmp_path / name
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(AdaScaleError, match=message) as raised:
-        read_workload(path, files / "profiles")
-    assert str(tmp_path) in str(raised.value) or "none" in str(raised.value)
+HEAD = "name,time,application,num_replicas,batch_size\n"
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("text", "message"),
     [
-        ("a,nan,small,1,16", "time must be a finite number from 0 to 3.456e+07, got 'nan'"),
-        ("a,-1,small,1,16", "time must be a finite number from 0 to 3.456e+07, got '-1'"),
-        ("a,1e300,small,1,16", "time must be a finite number from 0 to 3.456e+07, got '1e300'"),
-        ("a,1", "line 2 has no application"),
-        (",1,small,1,16", "line 2 has no name"),
-        ("a,1,small,inf,16", "num_replicas must be a finite number, got 'inf'"),
-        ("a,1,../profiles,1,16", "must be the name of a folder of --profiles, got '../profiles'"),
-        (f"a,1,{'x' * 5000},1,16", "must be the name of a folder of --profiles"),
-        ("a,1,unknown,1,16", "application 'unknown' is unknown"),
-        (f'"{"a" * 200_000}",1,small,1,16', "is not a CSV file: field larger than field limit"),
-        ("a,1,small,0,16", "num_replicas of a must be a whole number of at least 1, got '0'"),
-        ("a,1,small,1.5,16", "num_replicas of a must be a whole number of at least 1, got '1.5'"),
-        ("a,1,small,1,8", "batch_size of a must be a whole number from 16 to 256, got '8'"),
-        ("a,1,small,1,512", "batch_size of a must be a whole number from 16 to 256, got '512'"),
-        ("a,1,small,1,16\na,2,small,1,16", "two jobs of the name 'a'"),
+        ("name,time\n", "has no column application"),
+        (HEAD, "has no jobs"),
+        (f"{HEAD}a,nan,small,1,16\n", "time must be a finite number from 0 to 3.456e+07, got 'nan'"),
+        (f"{HEAD}a,1,../profiles,1,16\n", "must be the name of a folder of --profiles, got '../profiles'"),
+        (f"{HEAD}a,1,unknown,1,16\n", "application 'unknown' is unknown"),
+        (f"{HEAD}a,1,small,1,8\n", "batch_size of a must be a whole number from 16 to 256, got '8'"),
+        (f"{HEAD}a,1,small,1,16\na,2,small,1,16\n", "two jobs of the name 'a'"),
     ],
 )
-def test_an_invalid_row_is_refused_with_what_is_allowed(
-    files: Path, tmp_path: Path, rows: str, message: str
+def test_an_invalid_workload_is_refused_with_what_is_allowed(
+    files: Path, tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "workload.csv"
-    path.write_text(f"name,time,application,num_replicas,batch_size\n{rows}\n")
+    path.write_text(text)
     with pytest.raises(AdaScaleError, match=re.escape(message)):
         read_workload(path, files / "profiles")
 
 
 TIMES = "placement,local_bsz,step_time,sync_time\n"
-EPOCHS = "progress,iteration,metric,grad_sqr,grad_var\n"
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("placements.csv", None, "does not exist"),
-        ("placements.csv", TIMES, "has no rows"),
-        (
-            "placements.csv",
-            f"{TIMES}x,4,1,0\n",
-            "placement must be a digit from 1 to 9 for each node, got 'x'",
-        ),
-        ("placements.csv", f"{TIMES}1,0,1,0\n", "local_bsz must be a whole number of at least 1, got '0'"),
         ("placements.csv", f"{TIMES}1,4,nan,0\n", "step_time must be a finite number, got 'nan'"),
-        ("placements.csv", f"{TIMES}1,4,1,-1\n", "sync_time must be a finite number of at least 0, got '-1'"),
-        ("placements.csv", f"{TIMES}1,4,1,2\n", "step_time must be more than sync_time, got '1' and '2'"),
         ("placements.csv", f"{TIMES}13,4,2,1\n22,8,2,1\n", "placements 13 and 22 have different values"),
-        ("scalability.csv", "num_nodes\n", "has no column num_replicas"),
-        ("validation-16.csv", EPOCHS, "has no rows"),
-        ("validation-16.csv", f"{EPOCHS}5,5,0,1,1\n3,6,0,1,1\n", "progress must be positive, and grow"),
-        ("validation-16.csv", f"{EPOCHS}5,5,0,nan,1\n", "grad_sqr must be a finite number, got 'nan'"),
-        ("validation-x.csv", EPOCHS, "the name must be validation-<batch size>.csv, got 'x'"),
+        ("validation-x.csv", "", "the name must be validation-<batch size>.csv, got 'x'"),
     ],
 )
 def test_an_invalid_profile_is_refused_with_its_file(
-    tmp_path: Path, name: str, text: str | None, message: str
+    tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     write_profiles(tmp_path)
     path = tmp_path / "small" / name
-    if text is None:
-        path.unlink()
-    else:
-        path.write_text(text)
+    path.write_text(text)
     with pytest.raises(AdaScaleError, match=re.escape(message)) as raised:
         read_application(tmp_path / "small")
     assert str(path) in str(raised.value)
@@ -316,13 +267,6 @@ def test_an_invalid_option_is_refused(files: Path, arguments: Sequence[str], mes
     result = CliRunner().invoke(app, ["simulate", str(files / "recorded.json"), *arguments])
     assert isinstance(result.exception, (AdaScaleError, SystemExit))
     assert message in result.output + str(result.exception)
-
-
-def test_a_folder_and_a_binary_file_are_no_workload(files: Path, tmp_path: Path) -> None:
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    for path, message in ((tmp_path, "Is a directory"), (tmp_path / "binary.csv", "is not a text file")):
-        with pytest.raises(AdaScaleError, match=message):
-            read_workload(path, files / "profiles")
 
 
 def test_a_workload_that_is_missing_is_named() -> None:
@@ -350,20 +294,15 @@ RECORDED = {
     ("place", "value", "message"),
     [
         (["version"], 2, "not a recorded workload of version 1, but of version 2"),
-        (["jobs"], 5, "jobs: Input should be a valid list, got '5'"),
         (["jobs"], [], "jobs: List should have at least 1 item"),
         (["jobs", 0], "x", "jobs.0: an object is needed, got 'x'"),
         (["jobs", 0, "time"], -1, "jobs.0.time: Input should be greater than or equal to 0, got '-1'"),
         (["jobs", 0, "total"], float("nan"), "jobs.0.total: Input should be"),
         (["jobs", 0, "total"], 1e300, "job a: total is 1e+300, which takes more than 400 days on 4 replicas"),
-        (["jobs", 0, "total"], 1.4e9, "job a: total is 1.4e+09, which takes more than 400 days"),
         (["jobs", 0, "spec"], {}, "jobs.0.spec.batch_size: Field required"),
-        (["jobs", 0, "spec", "max_replicas"], "x", "jobs.0.spec.max_replicas: Input should be a valid"),
         (["jobs", 0, "spec", "min_replicas"], 8, "minReplicas 8 is greater than maxReplicas 4"),
         (["jobs", 0, "spec", "local_bsz_bounds"], [9, 3], "lower 9 is greater than upper 3"),
-        (["jobs", 0, "step_times"], [], "jobs.0.step_times: List should have at least 1 item"),
         (["jobs", 0, "step_times", 0, "step_time"], 1e20, "must be from 1e-9 to 1e9 s"),
-        (["jobs", 0, "reports", 0, "grad_sqr"], "x", "jobs.0.reports.0.grad_sqr: Input should be a valid"),
     ],
 )
 def test_an_invalid_recording_is_refused_with_its_place(
@@ -455,37 +394,6 @@ def test_a_policy_that_mixes_types_is_refused(typed: Path) -> None:
     (_, small, *_) = read_workload(typed / "workload.csv", typed / "profiles", ["fast", "slow"])
     with pytest.raises(AdaScaleError, match="one type at a time"):
         simulate([small], Scripted((0, 1)), SimulationSettings([1, 1], types=["fast", "slow"]))
-
-
-@pytest.mark.parametrize(
-    ("cluster", "message"), [("fast=1x4,fast=2x4", "named once"), ("fast=4", "as in a100=2x8")]
-)
-def test_an_invalid_cluster_is_refused(cluster: str, message: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=message):
-        nodes_of(cluster)
-
-
-def test_a_type_without_a_profile_is_named(typed: Path) -> None:
-    with pytest.raises(AdaScaleError, match=r"placements-none.csv"):
-        read_workload(typed / "workload.csv", typed / "profiles", ["none"])
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "not a JSON file"),
-        ("[]", "must be an object"),
-        ('{"restart": 3}', "restart must be an object"),
-        ('{"restart": {"small": -1}}', "restart of small must be a number from 0"),
-        ('{"slowdown": {"small": 0.5}}', "slowdown of small must be a number from 1"),
-        ('{"slowdown": {"small": true}}', "slowdown of small must be a number from 1"),
-    ],
-)
-def test_invalid_costs_are_refused_with_what_is_allowed(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "costs.json"
-    path.write_text(content)
-    with pytest.raises(AdaScaleError, match=message):
-        read_costs(path)
 
 
 def test_the_setting_changes_the_results_of_the_decision(files: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -62,9 +61,3 @@ def test_the_share_of_deadlines_met_is_reported(files: Path) -> None:
     results = Results.of(simulate(drawn, AdaScalePolicy(), CLUSTER), CLUSTER).to_json()
     met = [job["completed"] <= job["deadline"] for job in results["jobs"]]
     assert results["deadlines_met_share"] == pytest.approx(sum(met) / len(met))
-
-
-@pytest.mark.parametrize("value", ["", "0-1", "1.5-0.5", "a-b", "1", "-1-2", "1-inf"])
-def test_an_invalid_tightness_is_refused(value: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"as in 0\.5-1\.5"):
-        tightness_of(value)

@@ -115,11 +115,6 @@ def test_waiting_for_the_lock_can_be_cancelled(
     os.kill(child, signal.SIGKILL)
 
 
-def test_a_released_lock_is_free(folder: StateDir) -> None:
-    StateLock(folder, pytest.fail).release()
-    StateLock(folder, pytest.fail).release()
-
-
 def test_a_lock_file_that_another_process_deletes_is_locked_at_its_path(
     folder: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,11 +134,6 @@ def test_a_lock_file_that_another_process_deletes_is_locked_at_its_path(
             StateLock(folder, pytest.fail)
     finally:
         lock.release()
-
-
-def test_the_starts_of_all_runs_are_recorded(folder: StateDir) -> None:
-    assert record_start(folder, RunRecord("default.a", 1.0)) == [1.0]
-    assert record_start(folder, RunRecord("default.a", 2.0)) == [1.0, 2.0]
 
 
 def test_the_history_has_the_exit_codes_of_runs_that_ended(folder: StateDir) -> None:
