@@ -147,8 +147,8 @@ def _class(node: ast.ClassDef) -> Iterator[str]:
         yield ""
         returned = f" -> {ast.unparse(member.returns)}" if member.returns else ""
         if "property" in _decorators(member):
-            kind = "Property, which can be set" if member.name in settable else "Property"
-            yield f"{kind}, `{returned.removeprefix(' -> ')}`."
+            can_be_set = ", can be set" if member.name in settable else ""
+            yield f"`{returned.removeprefix(' -> ')}`{can_be_set}"
             yield ""
         else:
             yield from _code(member.name, _arguments(member.args), returned)
