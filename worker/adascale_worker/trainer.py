@@ -97,8 +97,8 @@ class ElasticTrainer:
         train_samples: samples after which training is finished, within a batch, in place of
             `scale_invariant_steps`. A step then adds its samples divided by `batch_size` to the progress, and
             not its gain (docs/adascale.md, "The length of training").
-        epochs: epochs after which training is finished, if neither of these is set; also the argument of the
-            method `epochs`. If no end is set, training ends with the program.
+        epochs: epochs after which training is finished, if neither of these is set. If no end is set,
+            training ends with the program.
         efficiency_target: gain / scale that a batch must reach while the throughput is unknown, in (0, 1];
             with `train_samples`, always. Default: 0.5; with `train_samples`, 0.8.
         checkpoint_dir: folder of the checkpoints, or URL of an object store such as s3://bucket/prefix.
@@ -514,9 +514,8 @@ class ElasticTrainer:
         """Make the program's model, optimizer and scheduler elastic, and restore the state of training.
 
         The state is that of the other replicas, if they train already, or else that of the last checkpoint.
-        All objects are changed in place: the model becomes data-parallel, `optimizer.step()` scales the
-        learning rate by the gain and counts progress, and a scheduler that is stepped inside the data loop
-        follows progress.
+        All objects are changed in place: `optimizer.step()` scales the learning rate by the gain and counts
+        progress, and a scheduler that is stepped inside the data loop follows progress.
 
         Signal handlers are installed: SIGTERM (and, without an agent, Ctrl-C and SIGHUP) ends the process
         after the current step, with a checkpoint if no other replica keeps the state. A handler of the
@@ -525,15 +524,14 @@ class ElasticTrainer:
 
         Args:
             model: on `trainer.device` already; or several by name.
-            optimizer: over the model's parameters; one that `AdaScale` supports, such as `torch.optim.SGD` or
-                `torch.optim.AdamW`; or several by name.
+            optimizer: over the model's parameters; one that `AdaScale` supports; or several by name.
             lr_scheduler: the only scheduler of that optimizer: an `LRScheduler`, or one that has
                 `step_update(n)`, as those of timm; or several by the names of their optimizers.
             register: other objects to save and restore, by name.
             hyperparameters: which values are used if the program has changed the optimizer's or the
                 scheduler's (lr, momentum, weight_decay, step_size, ...) since the checkpoint was saved: those
-                of the "checkpoint", or those of the "program". Differences are printed. The position in a
-                schedule is the checkpoint's in both cases.
+                of the "checkpoint" or of the "program". Differences are printed. The position in a schedule
+                is the checkpoint's.
 
         Returns:
             Where to resume training.
@@ -629,8 +627,8 @@ class ElasticTrainer:
         called, or with the program.
 
         Args:
-            epochs: after which training is finished, as the constructor's argument of this name, which it has
-                to equal. None: that argument, or the `scale_invariant_steps`.
+            epochs: after which training is finished, equal to the constructor's argument. None: that
+                argument, or the `scale_invariant_steps`.
 
         Yields:
             The number of the epoch, from 0.
