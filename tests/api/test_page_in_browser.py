@@ -335,33 +335,6 @@ def test_the_loss_is_shown_smoothed_and_by_its_logarithm(page: Page, shown: Serv
         client.call("DELETE", "/jobs/team.loss")
 
 
-def test_points_of_the_same_time_have_one_label(page: Page, shown: ServiceProcess) -> None:
-    with Client(shown.port) as client:
-        client.post_gain("team.instant", a_report(1, time=1.76e9), a_report(2, time=1.76e9))
-        show(page, shown, "#/jobs/team.instant")
-        chart = page.get_by_role("slider", name="Efficiency")
-        expect(chart).not_to_have_attribute("aria-valuetext", "no data")
-        labels = chart.locator("text.axis:not([text-anchor=end])")
-        expect(labels).to_have_count(1)
-        client.call("DELETE", "/jobs/team.instant")
-
-
-def test_values_that_were_not_measured_leave_no_gap(page: Page, shown: ServiceProcess) -> None:
-    with Client(shown.port) as client:
-        measured = [100.0, None, 100.0, None]
-        client.post_gain(
-            "team.gaps",
-            *(a_report(step, time=1.76e9 + step, goodput=each) for step, each in enumerate(measured)),
-        )
-        show(page, shown, "#/jobs/team.gaps")
-        chart = page.get_by_role("slider", name="Goodput")
-        expect(chart).to_have_attribute("aria-valuetext", re.compile(": 100$"))
-        path = chart.locator("path.curve").get_attribute("d")
-        assert path is not None
-        assert path.count("M") == 1
-        client.call("DELETE", "/jobs/team.gaps")
-
-
 def test_numbers_of_replicas_are_whole_and_every_job_is_counted(page: Page, shown: ServiceProcess) -> None:
     show(page, shown, "#/jobs/team.digits")
     labels = page.get_by_role("slider", name="Replicas").locator("text.axis[text-anchor=end]")

@@ -327,17 +327,6 @@ def test_all_other_fields_can_be_changed(adascalejobs: Jobs) -> None:
 # -- kubectl -----------------------------------------------------------------------------------
 
 
-def test_kubectl_scale_sets_the_replica_limit(adascalejobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
-    adascalejobs.create(document(SUSPENDED), dry_run=False)
-    for replicas in ("3", "0"):
-        scaled = kubectl("-n", namespace, "scale", "asj/digits", f"--replicas={replicas}")
-        assert scaled.stdout == "adascalejob.adascale.dev/digits scaled\n", scaled.stderr
-        shown = kubectl("-n", namespace, "get", "asj", "digits", "-o", "jsonpath={.spec.replicaLimit}")
-        assert shown.stdout == replicas
-    rejected = kubectl("-n", namespace, "scale", "asj/digits", "--replicas=1025")
-    assert "spec.replicaLimit in body should be less than or equal to 1024" in rejected.stderr
-
-
 def test_kubectl_get_shows_the_status(
     api_client: client.ApiClient, adascalejobs: Jobs, namespace: str
 ) -> None:
@@ -367,16 +356,6 @@ def test_kubectl_get_shows_the_status(
         ("Queue", None), ("Accelerator", "NVIDIA-H100-80GB-HBM3"), ("Extra", None),
         ("Spares", None), ("Message", "on 2 replicas"),
     ]  # fmt: skip
-
-
-def test_kubectl_explains_each_field(crd: dict[str, Any], kubectl: Kubectl) -> None:
-    (version,) = crd["spec"]["versions"]
-    for part in ("spec", "status"):
-        section = version["schema"]["openAPIV3Schema"]["properties"][part]
-        explained = " ".join(kubectl("explain", f"asj.{part}").stdout.split())
-        for name, field in section["properties"].items():
-            assert f" {name} <" in explained
-            assert field["description"] in explained
 
 
 def test_kubectl_get_all_lists_jobs(adascalejobs: Jobs, namespace: str, kubectl: Kubectl) -> None:

@@ -1,4 +1,4 @@
-"""What the API server says about an invalid AdaScaleJob: the messages of a job file, and its own."""
+"""What the API server says about an invalid AdaScaleJob: the messages of a job file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.validation import validate_document
-from cluster.adascalejobs import TEMPLATE, Jobs, RejectedError, document, valid
+from cluster.adascalejobs import Jobs, RejectedError, document, valid
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 
@@ -94,27 +94,3 @@ def test_an_invalid_name_is_an_error(dry_run_jobs: Jobs) -> None:
         "must consist of lower case letters, digits and '-', start and end with a letter or digit, and "
         f"have at most 58 characters, got the string '{'a' * 59}'"
     )
-
-
-KUBERNETES_MESSAGES: list[tuple[dict[str, Any], str]] = [
-    ({"batchSize": 0}, r"spec\.batchSize in body should be greater than or equal to 1"),
-    ({"batchSize": 2**20 + 1}, r"spec\.batchSize in body should be less than or equal to 1048576"),
-    ({"batchSize": "32"}, r"spec\.batchSize in body must be of type integer: \"string\""),
-    ({"batchSize": None}, r"spec\.batchSize: Required value"),
-    ({"maxReplicas": 1025}, r"spec\.maxReplicas in body should be less than or equal to 1024"),
-    ({"replicaLimit": -1}, r"spec\.replicaLimit in body should be greater than or equal to 0"),
-    ({"efficiencyTarget": 0}, r"spec\.efficiencyTarget in body should be greater than 0"),
-    ({"max_batch_size": 64}, r'unknown field "spec\.max_batch_size"'),
-    (
-        {"checkpoint": {"accessMode": "X"}},
-        r"accessMode: Unsupported value: \"X\": supported values: \"ReadWriteOnce\"",
-    ),
-    ({"template": {"spec": {"containers": []}}}, r"containers in body should have at least 1 items"),
-    ({"template": {"specs": {}, **TEMPLATE}}, r'unknown field "spec\.template\.specs"'),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), KUBERNETES_MESSAGES)
-def test_an_invalid_field_is_an_error(dry_run_jobs: Jobs, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RejectedError, match=message):
-        dry_run_jobs.create(document(valid(**changes)))

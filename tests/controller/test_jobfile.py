@@ -255,12 +255,9 @@ def test_a_document_that_is_no_job_is_an_error(text: str, message: str) -> None:
 
 INVALID_FIELDS = [
     (job(max_batch_size=64), "spec.max_batch_size: unknown field; did you mean maxBatchSize?"),
-    (job(maxBatchsize=64), "spec.maxBatchsize: unknown field; did you mean maxBatchSize?"),
     (job(batchsize=None), "spec.batchsize: unknown field; did you mean batchSize?"),
-    (job(batchsize=64), "spec.batchsize: unknown field; did you mean batchSize?"),
     (job(replicas=4), "spec.replicas: unknown field; did you mean minReplicas?"),
     (job(replicaLimit=-1), "spec.replicaLimit: must be at least 0, got -1"),
-    (job(replicaLimit=1025), "spec.replicaLimit: must be at most 1024, got 1025"),
     (
         job(localBszBounds={"lower": 1, "uper": 2, "upper": 2}),
         "spec.localBszBounds.uper: unknown field; did you mean upper?",
@@ -271,18 +268,12 @@ INVALID_FIELDS = [
         "claimName, path, url, credentialsSecret, storage, storageClassName, accessMode, intervalSeconds",
     ),
     (job(without="batchSize"), "spec.batchSize: is required"),
-    (job(without="maxReplicas"), "spec.maxReplicas: is required"),
-    (job(without="template"), "spec.template: is required"),
     (job(batchSize=2**20 + 1), "spec.batchSize: must be at most 1048576, got 1048577"),
-    (job(batchSize=0), "spec.batchSize: must be at least 1, got 0"),
     (job(batchSize="32"), "spec.batchSize: must be an integer, got the string '32'"),
     (job(batchSize=32.0), "spec.batchSize: must be an integer, got 32.0"),
     (job(batchSize=True), "spec.batchSize: must be an integer, got true"),
-    (job(batchSize=[32]), "spec.batchSize: must be an integer, got a list of 1"),
-    (job(maxReplicas=10**9), "spec.maxReplicas: must be at most 1024, got 1000000000"),
     (job(suspend="yes"), "spec.suspend: must be true or false, got the string 'yes'"),
     (job(efficiencyTarget=0), "spec.efficiencyTarget: must be greater than 0, got 0"),
-    (job(efficiencyTarget=1.5), "spec.efficiencyTarget: must be at most 1, got 1.5"),
     (job(efficiencyTarget=float("nan")), "spec.efficiencyTarget: must be a finite number, got nan"),
     *(
         (
@@ -293,14 +284,9 @@ INVALID_FIELDS = [
             ("Auto", "the string 'Auto'"),
             ("64", "the string '64'"),
             (0, "0"),
-            (2**20 + 1, "1048577"),
-            (64.0, "64.0"),
-            (True, "true"),
-            ([64], "a list of 1"),
         )
     ),
     (job(localBszBounds=[16, 128]), "spec.localBszBounds: must be an object, got a list of 2"),
-    (job(backoffLimit=-1), "spec.backoffLimit: must be at least 0, got -1"),
     (
         job(spareReplicas=1, processesPerReplica=2),
         "spec: spareReplicas and processesPerReplica are both set, which was not tried; set at most one of "

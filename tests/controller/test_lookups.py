@@ -350,30 +350,26 @@ def test_a_failed_start_is_over_once_the_image_is_pulled(events: list[ApiObject]
         assert problem == PodProblem(Reason.CONTAINER_START_FAILED, "FailedMount: not yet")
 
 
-def test_a_failed_start_is_over_once_an_init_container_runs() -> None:
-    failed = event("FailedMount", "not yet")
-    running: dict[str, Any] = {"has_started": True, "init_container": "fetch"}
-    assert problem_after(CONTAINER_START_TIMEOUT + 1, failed, **running) is None
-    problem = problem_after(CONTAINER_CREATING_TIMEOUT + 1, failed, **running)
-    assert problem is not None
-    assert problem.message.endswith("waited for init container fetch for more than 60 s on node node1")
+INIT_RUNS: dict[str, Any] = {"has_started": True, "init_container": "fetch"}
 
 
-def test_a_pod_is_reported_after_a_minute_in_container_creating_without_any_event() -> None:
-    assert problem_after(CONTAINER_CREATING_TIMEOUT) is None
-    problem = problem_after(CONTAINER_CREATING_TIMEOUT + 1)
+@pytest.mark.parametrize(
+    ("events", "changes", "message"),
+    [
+        ([], {}, "has been in ContainerCreating"),
+        ([], INIT_RUNS, "has waited for init container fetch"),
+        ([event("FailedMount", "not yet")], INIT_RUNS, "has waited for init container fetch"),
+    ],
+    ids=["without events", "an init container", "a failed start is over once an init container runs"],
+)
+def test_a_pod_without_a_problem_that_starts_slowly_is_reported_after_a_minute(
+    events: list[ApiObject], changes: dict[str, Any], message: str
+) -> None:
+    assert problem_after(CONTAINER_CREATING_TIMEOUT, *events, **changes) is None
+    problem = problem_after(CONTAINER_CREATING_TIMEOUT + 1, *events, **changes)
     assert problem is not None
     assert problem.reason is Reason.CONTAINER_CREATING
-    assert problem.message == "pod digits-0 has been in ContainerCreating for more than 60 s on node node1"
-    assert not problem.blocks
-
-
-def test_an_init_container_that_runs_for_more_than_a_minute_is_reported() -> None:
-    problem = problem_after(CONTAINER_CREATING_TIMEOUT + 1, has_started=True, init_container="fetch")
-    assert problem is not None
-    assert (
-        problem.message == "pod digits-0 has waited for init container fetch for more than 60 s on node node1"
-    )
+    assert problem.message == f"pod digits-0 {message} for more than 60 s on node node1"
     assert not problem.blocks
 
 

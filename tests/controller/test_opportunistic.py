@@ -88,20 +88,6 @@ def test_a_lost_core_pod_is_replaced_while_extra_pods_train(
     assert [event.reason for event in cluster.events].count("ReplicaLost") == 1
 
 
-def test_an_edit_of_the_smallest_count_replaces_the_pods_with_another_priority(
-    cluster: ClusterWithPriorities,
-) -> None:
-    cluster.submit(opportunistic=SPOT)
-    cluster.run_cycles(15)
-    assert cluster.sizes == (1, 3)
-    before = set(cluster.uids)
-    cluster.edit(minReplicas=2)
-    cluster.run_cycles(30)
-    assert cluster.sizes == (2, 2)
-    assert len(before & set(cluster.uids)) == 3
-    assert (cluster.status["replicas"], cluster.status["failures"]) == (4, 0)
-
-
 def test_no_pod_is_removed_before_its_trainer_has_left_when_extra_pods_are_introduced() -> None:
     made, pods = job((2, 0), opportunistic=SETTINGS), [pod(rank, template="before") for rank in range(3)]
     stopping = observed(made, view((2, 0), (1, 3)), pods)

@@ -1,4 +1,4 @@
-"""Batch sizes and valid replica counts: a table for each rule, and a brute-force search for all of them."""
+"""Batch sizes and valid replica counts: tables of cases, and a brute-force search for every rule."""
 
 import re
 from itertools import count, pairwise
@@ -156,30 +156,6 @@ def test_a_count_is_valid_if_a_local_batch_size_is_valid(bounds: BatchBounds, va
     assert [replicas for replicas in range(-1, 21) if is_valid_replicas(bounds, replicas)] == valid
 
 
-@pytest.mark.parametrize(
-    ("bounds", "replicas", "sizes"),
-    [
-        (BatchBounds(200, 1000, (100, 300)), 2, range(100, 301)),
-        (BatchBounds(200, 1000, (100, 300)), 4, range(100, 251)),
-        (BatchBounds(200, 1000, (100, 300)), 10, range(100, 101)),
-        (BatchBounds(200, 1000, (100, 300)), 11, range(0)),
-        (BatchBounds(200, 1000, (100, 300)), 1, range(200, 201)),
-        (BatchBounds(200, 1000, (30, 99)), 1, range(50, 51)),
-        (BatchBounds(200, 1000), 3, range(1, 334)),
-        (BatchBounds(200, None, (30, 99)), 1000, range(30, 100)),
-        (BatchBounds(200), 8, range(25, 26)),
-        (BatchBounds(200), 3, range(0)),
-        (BatchBounds(200, 1000), 0, range(0)),
-        (BatchBounds(200, 1000), -2, range(0)),
-        (BatchBounds(200), 0, range(0)),
-    ],
-)
-def test_local_batch_sizes_range_from_the_lower_bound_to_the_maximum(
-    bounds: BatchBounds, replicas: int, sizes: range
-) -> None:
-    assert local_bsz_range(bounds, replicas) == sizes
-
-
 @given(all_bounds(), replica_counts)
 def test_validity_and_local_sizes_equal_those_of_a_brute_force_search(
     bounds: BatchBounds, replicas: int
@@ -197,42 +173,6 @@ def test_valid_replicas_returns_exactly_the_valid_counts(bounds: BatchBounds, li
 
 
 # -- what there is to choose from -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("bounds", "replicas", "sizes", "accumulation"),
-    [
-        # one replica: the default batch, in the fewest micro-batches that fit
-        (BatchBounds(64, 512, (16, 64)), 1, [64], 1),
-        (BatchBounds(64, 512, (16, 63)), 1, [32], 2),
-        (BatchBounds(60, 512, (4, 25)), 1, [20], 3),
-        (BatchBounds(49, 512, (4, 25)), 1, [7], 7),
-        # more: at least the default batch where the bounds let it
-        (BatchBounds(64, 128, (16, 40)), 2, [*range(32, 41)], 1),
-        (BatchBounds(64, 128, (16, 40)), 4, [*range(16, 33)], 1),
-        # accumulation makes up what the largest local batch leaves below it
-        (BatchBounds(64, 128, (4, 10)), 2, [*range(8, 11)], 4),
-        (BatchBounds(64, None, (4, 10)), 3, [*range(8, 11)], 3),
-        # but not beyond the maximum: 2 * 4 * 7 = 56, 2 * 5 * 6 = 60, and 2 * 5 * 7 is 70
-        (BatchBounds(61, 63, (6, 7)), 2, [7], 1),
-        # with fewer micro-batches where they divide better: 3 * 3 * 7 = 63, 3 * 4 * 5 = 60
-        (BatchBounds(61, 63, (1, 10)), 3, [7], 3),
-        # and where no number of micro-batches reaches it, one of the largest, not those that come nearest
-        (BatchBounds(101, 101, (1, 10)), 3, [10], 1),
-        # without bounds: shared out
-        (BatchBounds(64), 4, [16], 1),
-        # not valid: nothing
-        (BatchBounds(64), 3, [], 1),
-        (BatchBounds(64, 128, (16, 40)), 9, [], 1),
-    ],
-)
-def test_the_choice_reaches_the_default_batch_with_the_fewest_micro_batches(
-    bounds: BatchBounds, replicas: int, sizes: list[int], accumulation: int
-) -> None:
-    choice = batch_choice(bounds, replicas)
-    assert list(choice.local_bsz) == sizes
-    assert choice.accumulation == accumulation
-    assert len(choice) == len(sizes)
 
 
 @given(all_bounds(), replica_counts)
@@ -289,30 +229,6 @@ def test_without_an_estimate_the_smallest_batch_of_at_least_the_default_is_plann
 ) -> None:
     assert plan_batch(bounds, replicas) == plan
     assert plan_batch(bounds, replicas, throughput=lambda _: 1.0) == plan
-
-
-@pytest.mark.parametrize(
-    ("estimate", "target", "local_bsz"),
-    [
-        (NOISY, 0.5, 128),  # 101 / (100 + S) is at least 0.5 up to S = 102: all of them
-        (NOISY, 0.935, 32),  # up to S = 8.02
-        (NOISY, 0.99, 8),  # up to S = 2.02
-        (NOISY, 1.0, 4),
-        (CLEAR, 0.5, 8),  # 1 / S
-        (CLEAR, 0.25, 16),
-        (CLEAR, 1.0, 4),
-        (CLEAR, 2.0, 4),  # nothing is that good: the smallest
-        (CLEAR, 0.0, 128),
-        (GradientEstimate(-1.0, 1.0), 1.0, 128),  # all noise: every batch is fully worth it
-        (GradientEstimate(0.0, 0.0), 0.5, 8),  # nothing known counts as no noise
-    ],
-)
-def test_without_throughput_the_largest_batch_within_the_efficiency_target_is_planned(
-    estimate: GradientEstimate, target: float, local_bsz: int
-) -> None:
-    bounds = BatchBounds(16, 512, (2, 128))
-    plan = plan_batch(bounds, 4, estimate=estimate, efficiency=EfficiencyBound(target))
-    assert plan == BatchPlan(4, local_bsz)
 
 
 @pytest.mark.parametrize(("counts_samples", "local_bsz"), [(False, 8), (True, 5)])

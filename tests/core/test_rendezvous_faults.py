@@ -1,5 +1,6 @@
 """Rendezvous: the invariants of a simulated job under random faults."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -165,6 +166,7 @@ class SimulatedJob(RuleBasedStateMachine):
             return
         self.state = state
         self.version += 1
+        assert Rendezvous.from_json(json.loads(json.dumps(state.to_json()))) == state
         if state.desired is None or before.desired is None:
             return
         assert state.desired.generation >= before.desired.generation

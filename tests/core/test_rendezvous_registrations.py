@@ -354,22 +354,3 @@ def test_trainers_with_newer_state_take_the_place_of_a_generation_begun_without_
     state = after(state, in_generation_5(1, 1, rank=0))
     assert active(state) == (6, [1, 0]), "replica 1 gives its state to replica 0, which stays"
     assert state.view(1).has_ended(1)
-
-
-# -- JSON -----------------------------------------------------------------------------------------------
-
-
-def test_the_state_is_equal_after_a_round_trip_through_json() -> None:
-    state = after(
-        running(1, 3),
-        registration(2, WAITING, trainer="next"),
-        registration(0, FAILED, 1),
-        replace(holding(1, 1, 0), key="secret"),
-        registration(4, LOST),
-    )
-    state = expire(state, [1])
-    assert state.replaced
-    assert state.left_out
-    assert state.expired
-    assert state.deaths
-    assert Rendezvous.from_json(json.loads(json.dumps(state.to_json()))) == state
