@@ -225,7 +225,6 @@ class Steps(Context):
             if self._leads(part):
                 part.statistics.flags = flags
             self._follow_trained(part)
-            self.checkpointing.before_step()
             part.adascale.step()
         except (RuntimeError, PeersLostError) as error:
             if not self.failure.peers_lost(error):
