@@ -60,6 +60,10 @@ class DatasetError(WorkerError):
     """The job cannot train on this data set."""
 
 
+FROM_SCRATCH = "start from scratch (adascale run --fresh, or another checkpoint folder)"
+"""What can be done about any checkpoint that the program cannot use."""
+
+
 class CheckpointError(WorkerError):
     """A checkpoint cannot be saved or restored."""
 

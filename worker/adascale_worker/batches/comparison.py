@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adascale_worker.batches.order import BY_PROGRAM, SampleSequence, mix, permute
-from adascale_worker.errors import DatasetError
+from adascale_worker.errors import FROM_SCRATCH, DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.progress import TrainingProgress
 
@@ -217,8 +217,8 @@ CAUSES = (
     "the order of a set of strings, or files in the order of os.listdir or glob: use sorted(...)"
 )
 _CONTINUE = (
-    "To continue with the present data, call trainer.dataloader(dataset, allow_other_length=True). To start "
-    "from scratch, use adascale run --fresh, or another checkpoint folder"
+    "To continue with the present data, call trainer.dataloader(dataset, allow_other_length=True), or "
+    f"{FROM_SCRATCH}"
 )
 _SAME = "Each replica needs the same samples in the same order, and the trainer shares them out"
 

@@ -34,7 +34,7 @@ from adascale_worker.batches.order import (
     seed_generators,
 )
 from adascale_worker.batches.stream import Stream, StreamFeed
-from adascale_worker.errors import DatasetError
+from adascale_worker.errors import FROM_SCRATCH, DatasetError
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.progress import TrainingProgress
@@ -374,7 +374,7 @@ class DataFeed:
             return DatasetError(f"the data set {present}, but {before} before: {ONE_DATA_SET}")
         return DatasetError(
             f"the data set {present}, but {before} when the checkpoint was saved. Use the data set from "
-            "before, or start from scratch (adascale run --fresh, or another checkpoint folder)"
+            f"before, or {FROM_SCRATCH}"
         )
 
     def _print(self, text: str) -> None:

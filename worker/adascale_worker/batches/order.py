@@ -50,12 +50,16 @@ _HALF = numpy.uint64(32)
 def seed_generators(seed: int, position: int, rank: int) -> None:
     """Seed the generators of Python, NumPy and torch, on a GPU only if it is in use, in 8 microseconds."""
     mixed = mixed_seed(seed, position, rank)
-    # `torch.manual_seed` takes 20 times as long, and records its call until CUDA is initialized.
-    torch.default_generator.manual_seed(mixed)
-    random.seed(mixed)
-    numpy.random.seed(mixed & 0xFFFFFFFF)
+    _seed(mixed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed)
+
+
+def _seed(number: int) -> None:
+    # `torch.manual_seed` takes 20 times as long, and records its call until CUDA is initialized.
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number & 0xFFFFFFFF)
 
 
 def mixed_seed(seed: int, position: int, rank: int) -> int:
@@ -144,9 +148,7 @@ class Generators:
 
     def seed(self, number: int) -> None:
         """Seed the generators, inside `used`."""
-        torch.default_generator.manual_seed(number)
-        random.seed(number)
-        numpy.random.seed(number & 0xFFFFFFFF)
+        _seed(number)
 
     def _get(self) -> tuple[Any, Any]:
         return random.getstate(), torch.default_generator.get_state()

@@ -18,7 +18,7 @@ from adascale_core.batch.plans import (
     valid_replicas,
 )
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_worker.errors import UnusableCheckpointError
+from adascale_worker.errors import FROM_SCRATCH, UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.parts import Optimizers
 from adascale_worker.reporting.progress import StepTimer
@@ -126,8 +126,8 @@ class BatchPlanner:
         if saved != batch_size:
             raise UnusableCheckpointError(
                 f"the checkpoint was saved with batch_size {saved}, but batch_size is now {batch_size}: "
-                f"progress counts steps at batch_size, so it cannot change. Set it back to {saved}, or start "
-                "from scratch (adascale run --fresh, or another checkpoint folder)"
+                f"progress counts steps at batch_size, so it cannot change. Set it back to {saved}, or "
+                f"{FROM_SCRATCH}"
             )
         self._use(BatchPlan(*state["plan"]))
         self.fitting = int(state["fitting"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages.reports import StepTime
-from adascale_worker.errors import UnusableCheckpointError
+from adascale_worker.errors import FROM_SCRATCH, UnusableCheckpointError
 from adascale_worker.process.device import MAX_PENDING, DeviceClock, Span
 
 
@@ -65,8 +65,7 @@ class TrainingProgress:
             raise UnusableCheckpointError(
                 f"the checkpoint counts progress in {_unit(saved)}, but the job now in "
                 f"{_unit(self.counts_samples)}: {'set' if saved else 'leave out'} train_samples "
-                "(trainSamples in the job file) as before, or start from scratch (adascale run --fresh, or "
-                "another checkpoint folder)"
+                f"(trainSamples in the job file) as before, or {FROM_SCRATCH}"
             )
         self.step = int(state["step"])
         self.progress = float(state["progress"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from adascale_worker.errors import UnsupportedStateError, UnusableCheckpointError, WorkerError
+from adascale_worker.errors import FROM_SCRATCH, UnsupportedStateError, UnusableCheckpointError, WorkerError
 from adascale_worker.program.hyperparameters import (
     CHOICES,
     Choice,
@@ -141,21 +141,20 @@ class ProgramState:
         if saved_type != self._scheduler_type:
             raise UnusableCheckpointError(
                 f"the checkpoint was saved with {_scheduler(saved_type)}, program_reentry got "
-                f"{_scheduler(self._scheduler_type)}: pass the same type, or "
-                "start from scratch (adascale run --fresh, or another checkpoint folder)"
+                f"{_scheduler(self._scheduler_type)}: pass the same type, or {FROM_SCRATCH}"
             )
         if set(self.registered) != set(state["registered"]):
             raise UnusableCheckpointError(
                 f"the checkpoint has {sorted(state['registered']) or 'nothing'} registered, the program "
                 f"registers {sorted(self.registered) or 'nothing'}: register the same names, or "
-                "start from scratch (adascale run --fresh, or another checkpoint folder)"
+                f"{FROM_SCRATCH}"
             )
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except ValueError as error:
             raise UnusableCheckpointError(
                 f"the checkpoint was saved from another optimizer: {error}. Use the same optimizer and "
-                "parameter groups, or start from scratch (adascale run --fresh, or another checkpoint folder)"
+                f"parameter groups, or {FROM_SCRATCH}"
             ) from error
         saved = Hyperparameters(**state["hyperparameters"])
         self.differences[:] = self.hyperparameters.differences(saved)
@@ -199,8 +198,7 @@ class ProgramState:
                     raise UnusableCheckpointError(
                         f"the checkpoint was saved from another optimizer: parameter {number} of group "
                         f"{group} was {old}, and is {new} now. Give the optimizer the same parameters in the "
-                        "same order, or start from scratch (adascale run --fresh, or another checkpoint "
-                        "folder)"
+                        f"same order, or {FROM_SCRATCH}"
                     )
 
     def _torch_schedulers(self) -> list[LRScheduler]:
@@ -252,8 +250,8 @@ class ProgramState:
 
 def _refused_state(name: str, error: Exception, remedy: str) -> UnusableCheckpointError:
     return UnusableCheckpointError(
-        f"{name} refuses the state of the checkpoint: {type(error).__name__}: {error}. {remedy}, or start "
-        "from scratch (adascale run --fresh, or another checkpoint folder)"
+        f"{name} refuses the state of the checkpoint: {type(error).__name__}: {error}. {remedy}, or "
+        f"{FROM_SCRATCH}"
     )
 
 
@@ -283,7 +281,7 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
             )
         raise UnusableCheckpointError(
             f"the checkpoint was saved from another model: {'; '.join(differences[:5])}{more}. "
-            f"{remedy}, or start from scratch (adascale run --fresh, or another checkpoint folder)"
+            f"{remedy}, or {FROM_SCRATCH}"
         )
     try:
         model.load_state_dict(saved)

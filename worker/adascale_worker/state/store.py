@@ -47,6 +47,7 @@ from adascale_storage import (
     WriteCancelledError,
 )
 from adascale_worker.errors import (
+    FROM_SCRATCH,
     CheckpointError,
     StorageUnavailableError,
     UnusableCheckpointError,
@@ -339,7 +340,7 @@ class CheckpointStore:
             described = "; ".join(damages).replace(f"{self.storage}/", "")
             raise UnusableCheckpointError(
                 f"no intact checkpoint is left in {self.storage}: {described}. "
-                "Restore a copy of it, or start from scratch (adascale run --fresh, or another location)"
+                f"Restore a copy of it, or {FROM_SCRATCH}"
             )
         return loaded
 

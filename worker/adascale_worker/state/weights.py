@@ -113,7 +113,7 @@ class BestWeights:
         self._sign = 1.0 if mode == "min" else -1.0
         self._lock = threading.Lock()
         self._best = math.inf
-        """The best value that is written or will be written, negated if the highest is the best."""
+        """The best value that is known, negated if the highest is the best. What is saved may be better."""
         self._next: tuple[float, int, dict[str, Tensor]] | None = None
         self._thread: threading.Thread | None = None
         self._has_reported = False
@@ -145,7 +145,7 @@ class BestWeights:
             try:
                 self._write(value, step, weights)
             except (StorageError, AdaScaleError, OSError, MemoryError) as error:
-                self._learn(math.inf)  # The next value is compared with what is saved.
+                self._best = math.inf  # The next value is compared with what is saved.
                 if not self._has_reported:
                     self._has_reported = True
                     print(
@@ -154,17 +154,11 @@ class BestWeights:
                         flush=True,
                     )
 
-    def _learn(self, saved: float) -> None:
-        """Use the value that is saved, unless a better one is to be written."""
-        with self._lock:
-            if self._next is None:
-                self._best = saved
-
     def _write(self, value: float, step: int, weights: dict[str, Tensor]) -> None:
         files = [file for file in best_files(self._storage) if file.metric == self.metric]
         best = min((self._sign * file.value for file in files), default=math.inf)
         if not self._sign * value < best:
-            self._learn(best)
+            self._best = best
             return
         size, parts = encode(weights, {"metric": self.metric, "value": repr(value), "step": str(step)})
         name = best_weights_file_name(step, secrets.token_hex(4))
