@@ -548,16 +548,6 @@ def test_smoothing_follows_the_scale_unless_it_was_chosen() -> None:
     assert chosen.smoothing == pytest.approx(0.5)
 
 
-def test_flags_sum_of_a_single_replica_is_its_flags_on_every_step() -> None:
-    model = network()
-    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), sample_every=3)
-    for number in range(4):
-        backward(squared_error(model, batches(1)[0]))
-        optimizer.statistics.flags = [float(number), 1.0]
-        optimizer.step()
-        assert optimizer.statistics.flag_sums() == (float(number), 1.0)
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_steps_that_are_not_measured_have_no_hooks(every: int) -> None:
     model = network()

@@ -1,7 +1,7 @@
 """What the replicas agree on between two steps, and how they learn that one has left its loop.
 
-Each replica requests, the requests of all are summed in AdaScale's all-reduce, and all read the same sums
-after the same step. So they save, exit or replan at the same step, without a collective call for it.
+Each replica requests, the requests of all are summed after the same steps, and all read the same sums. So
+they save, exit or replan at the same step.
 
 A loop that `break`, `return` or an exit ends on some replicas only would let the others wait in their next
 step without end. So each replica announces that it has left a loop, or left out a batch. One that has left
@@ -24,17 +24,9 @@ class Requests:
     exit: bool = False  # save and exit
     save: bool = False  # save a checkpoint
     replan: bool = False  # choose the batch plan again at the end of the epoch
-    # Exchange requests in every step, because steps are slow. Otherwise they are exchanged in the steps that
-    # AdaScale measures.
-    agree_each_step: bool = False
     finish: bool = False  # end training
     compare_weights: bool = False  # compare the weights of the replicas
     change: bool = False  # enter a newer generation
-
-    @classmethod
-    def none(cls) -> Requests:
-        """Return what replicas have agreed on that begin."""
-        return cls(agree_each_step=True)
 
     def flags(self) -> tuple[float, ...]:
         """Return the requests as numbers to be summed over the replicas."""
@@ -48,8 +40,7 @@ class Requests:
         """
         for each, total in zip(fields(self), sums, strict=True):
             is_agreed = total > (replicas - 0.5 if each.name == "change" else 0.0)
-            is_kept = each.name != "agree_each_step" and getattr(self, each.name)
-            setattr(self, each.name, is_agreed or is_kept)
+            setattr(self, each.name, is_agreed or getattr(self, each.name))
 
 
 REQUESTS: Final = len(fields(Requests))

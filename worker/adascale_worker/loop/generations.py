@@ -9,7 +9,6 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Final, NoReturn
 
@@ -78,8 +77,8 @@ class Generations(Context):
         """The links of the generation that this trainer is in, or has failed to enter."""
         self._next_links: MembershipLinks | None = None
         """The links of the newest assignment, until this trainer enters its generation."""
-        self._earlier_links: list[MembershipLinks] = []
-        """The links of generations that this trainer has left, and other members may not have left."""
+        self._earlier_links: MembershipLinks | None = None
+        """The links of the generation that this trainer has left, and other members may not have left."""
         self._instances: frozenset[str] = frozenset()
         """The trainers of the present generation."""
         self._sends_to: MembershipLinks | None = None
@@ -277,11 +276,12 @@ class Generations(Context):
         """Form the group of the generation that the agent assigns next."""
         assignment = self._wait_for_assignment()
         self._is_holding = False
-        if self._links is not None:
-            self._earlier_links.append(self._links)
-            self._links = None
-        # No member trains in a generation that was not formed, and its links accept those of later ones.
-        self._close_earlier_links(lambda links: links.formation is None)
+        left, self._links = self._links, None
+        if left is not None and left.formation is None:
+            # No member trains in a generation that was not formed, and its links accept those of later ones.
+            left.close()
+        elif left is not None:
+            self._replace_earlier_links(left)
         self._tried = assignment.generation
         links: MembershipLinks | None = None
         if len(assignment.members) > 1:
@@ -307,7 +307,7 @@ class Generations(Context):
         if links is not None:
             store, formation = self._gather_members(links)
         # All members have left the previous generation, so nobody needs its connections.
-        self._close_earlier_links()
+        self._replace_earlier_links(None)
         self.group.destroy()
         self.group.form(assignment, store, formation, _secret_of(assignment))
         is_broken = links is not None and links.broken
@@ -361,10 +361,10 @@ class Generations(Context):
         self.group.settle()
         return assignment, formation
 
-    def _close_earlier_links(self, which: Callable[[MembershipLinks], bool] = lambda _: True) -> None:
-        for links in filter(which, self._earlier_links):
-            links.close()
-        self._earlier_links = [links for links in self._earlier_links if not which(links)]
+    def _replace_earlier_links(self, links: MembershipLinks | None) -> None:
+        earlier, self._earlier_links = self._earlier_links, links
+        if earlier is not None:
+            earlier.close()
 
     def _require_undisturbed(self, links: MembershipLinks) -> None:
         is_void = self._void >= links.assignment.generation
@@ -403,7 +403,6 @@ class Generations(Context):
         steps.begin_generation()
         self._announce_place()
         self._begin()
-        steps.withdraw()
 
     def _announce_place(self) -> None:
         """Announce where the program is, also if the state that was copied is in a later epoch."""
@@ -547,8 +546,7 @@ class Generations(Context):
         """Send `leave` to the other members."""
         self.group.observe(None)
         self.state.stop_sending()
-        self._close_earlier_links()
-        for links in (self._links, self._next_links):
+        for links in (self._earlier_links, self._links, self._next_links):
             if links is not None:
                 links.close()
 

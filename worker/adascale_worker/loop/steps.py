@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,10 @@ FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
 FINISH_TIMEOUT = 30.0
 """Seconds that a replica which has called `finish` and ends waits for the others to call it."""
-SLOW_STEP = 0.05
-"""Seconds per step from which on the replicas exchange requests on every step."""
+AGREEMENT_INTERVAL = 0.05
+"""Seconds after which replicas exchange requests again, or after the next step if it takes longer."""
+MAX_UNAGREED_STEPS = 16
+"""Steps after which they exchange requests at least once."""
 MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
 
@@ -142,7 +144,8 @@ class Steps(Context):
     finish_reason: str | None = None
     """The argument of `finish`, after the next step for which the replicas agree; None without a request."""
     _finish_line = ""
-    _steps_are_slow = True
+    _agrees_at = 0
+    """The step after which the replicas exchange requests next."""
     _has_changed = False  # whether the last call has changed the weights
     _skipped_steps = 0
     _finished_in: int | None = None
@@ -153,8 +156,8 @@ class Steps(Context):
 
     def __init__(self, known: Context) -> None:
         super().__init__(known)
-        self.agreed = Requests.none()
-        """What all replicas have agreed on, in AdaScale's all-reduce, with the times of computation."""
+        self.agreed = Requests()
+        """What all replicas have agreed on."""
 
     @property
     def has_stepped(self) -> bool:
@@ -214,7 +217,6 @@ class Steps(Context):
             accumulation.weights.check_step()
         if lacks_pass:
             self._agree_without_pass()
-        flags = self._flags()
         try:
             accumulation.complete(part)
             self._end_micro_batch()
@@ -222,8 +224,6 @@ class Steps(Context):
             # The exchange must have succeeded before anything is changed. In this order, because other
             # replicas may have exchanged the statistics in backward() already.
             part.statistics.exchange()
-            if self._leads(part):
-                part.statistics.flags = flags
             self._follow_trained(part)
             part.adascale.step()
         except (RuntimeError, PeersLostError) as error:
@@ -238,7 +238,7 @@ class Steps(Context):
                 # What this step has changed stays, also if members are lost before the next.
                 self.undo.forget()
                 self.planner.finished_step()
-            self._count(flags)
+            self._count()
         if are_several and self._finished_in == accumulation.batch:
             # `finish` has saved the state between the steps of two optimizers.
             if self.group.replicas > 1:
@@ -286,8 +286,8 @@ class Steps(Context):
             part.statistics.restart_groups_of(changed)
             warn_of_parameters_outside(self.parts.model, self.optimizer)
 
-    def _count(self, flags: tuple[float, ...]) -> None:
-        """Count a step, in which this replica has requested `flags`, and agree on what to do after it."""
+    def _count(self) -> None:
+        """Count a step, and agree on what to do after it."""
         self._skipped_steps = 0
         planner, times = self.planner, self.times
         is_divided = planner.step_plan != planner.plan
@@ -301,12 +301,11 @@ class Steps(Context):
         self.telemetry.step(planner.plan, planner.bounds, is_divided=is_divided)
         self.generations.send_once(Stepped(self.group.generation))
         try:
-            self._agree(flags)
+            now = time.monotonic()
+            self._agree(now - self._stepped_at)
+            self._stepped_at = now
             self.telemetry.compare(self.slow)
             times.begin_computation()
-            now = time.monotonic()
-            self._steps_are_slow = now - self._stepped_at >= SLOW_STEP
-            self._stepped_at = now
             self._check_weights()
         except PeersLostError:
             # The step is made. What follows it waits for the next generation.
@@ -330,7 +329,6 @@ class Steps(Context):
         if agreed.compare_weights:
             agreed.compare_weights = False
             self.comparison.compare(step)
-            self.withdraw()
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -444,33 +442,25 @@ class Steps(Context):
 
     # -- what the replicas agree on -----------------------------------------------------------------------
 
-    def _flags(self) -> tuple[float, ...]:
-        """Return what this replica requests, as numbers to be summed over the replicas.
+    def _agree(self, seconds: float) -> None:
+        """Exchange requests after a step of this duration, if it is due. A collective call.
 
-        They are followed by two numbers for each replica: the time for which it computes in a step, and the
-        error of that time. The others add 0.
+        The requests are followed by the steps until the next exchange, from rank 0, and by two numbers of
+        each replica: the time for which it computes in a step, and the error of that time. The others add 0.
         """
-        group, typical = self.group, self.times.typical
+        group, step = self.group, self.progress.step
+        if step < self._agrees_at:
+            return
+        interval = 0.0
+        if group.is_main:
+            interval = min(max(AGREEMENT_INTERVAL // max(seconds, 1e-6), 1.0), MAX_UNAGREED_STEPS)
         times, first = [0.0] * 2 * group.replicas, 2 * group.rank
-        times[first : first + 2] = typical.seconds, typical.error
-        return (*self._requests().flags(), *times)
-
-    def withdraw(self) -> None:
-        """Replace requests that are fulfilled, so that the next all-reduce does not sum them again."""
-        self.optimizer.lead.statistics.flags = self._flags()
-
-    def _agree(self, flags: tuple[float, ...]) -> None:
-        """Agree after a step. A collective call if steps are slow, and the step had no all-reduce."""
-        sums: Sequence[float] | None = None
-        if self.group.processes == 1:
-            sums = self.optimizer.lead.statistics.flag_sums()
-        if sums is None and (self.agreed.agree_each_step or self.group.processes > 1):
-            # AdaScale does not measure every step, and the next measured one may be a minute away. Of a
-            # replica of several processes, the first requests, and the others learn it here.
-            sums = self.group.sum(flags)
-        if sums is not None:
-            self.agreed.add(sums[:REQUESTS], self.group.replicas)
-            self.slow = slow_replica(sums[REQUESTS::2], sums[REQUESTS + 1 :: 2], self.slow)
+        times[first : first + 2] = self.times.typical
+        requested = self._requests().flags()
+        sums = group.sum([*requested, interval, *times])
+        self.agreed.add(sums[:REQUESTS], group.replicas)
+        self._agrees_at = step + int(sums[REQUESTS] if group.replicas > 1 else 1)
+        self.slow = slow_replica(sums[REQUESTS + 1 :: 2], sums[REQUESTS + 2 :: 2], self.slow)
 
     def _requests(self) -> Requests:
         """Return what this replica requests. What becomes due with time is requested by rank 0 only."""
@@ -485,7 +475,6 @@ class Steps(Context):
         if self.group.is_main:
             requests.save = self.checkpointing.is_due
             requests.replan = self.planner.is_due
-            requests.agree_each_step = self._steps_are_slow
             requests.compare_weights = self.comparison.is_due
         return requests
 
@@ -538,7 +527,7 @@ class Steps(Context):
 
     def begin_generation(self) -> None:
         """Begin with other replicas, which have agreed on nothing yet. A collective call."""
-        self.agreed, self.slow = Requests.none(), None
+        self.agreed, self.slow, self._agrees_at = Requests(), None, 0
         self.accumulation.begin_generation()
 
     def use_plan(self, plan: BatchPlan, scale: float) -> None:

@@ -416,7 +416,6 @@ class Training(Context):
         if agreed.save and not self.optimizer.awaits_comparison:
             agreed.save = False
             self.state.save()
-            self.steps.withdraw()
             self.telemetry.step_timer.pause()
         if agreed.replan and self.feed.is_stream and self.loop.is_inside:
             # Its epochs may be long, or have no end.
@@ -530,7 +529,6 @@ class Training(Context):
         self.steps.agreed.replan = False
         self.planner.replan(self.optimizer, self.telemetry.step_timer)
         self.generations.use_plan()
-        self.steps.withdraw()
 
     # -- a loop -------------------------------------------------------------------------------------------
 

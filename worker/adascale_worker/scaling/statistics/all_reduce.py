@@ -1,12 +1,11 @@
 """The small all-reduce of a measured step.
 
-One vector carries the statistics of all parameter groups and the flags of the training program. It starts
-when the last backward pass ends, and is waited for when a result is read, so that it overlaps with the code
-between. All ranks read the same sums, equal to the bit, and so compute the same gain.
+One vector carries the statistics of all parameter groups. It starts when the last backward pass ends, and is
+waited for when a result is read, so that it overlaps with the code between. All ranks read the same sums,
+equal to the bit, and so compute the same gain.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,7 +37,6 @@ class ReducedStatistics:
     # previous gradient
     summed: list[float]
     averaged: list[float]  # the means over ranks of the squared norms of the averaged gradients
-    flags: tuple[float, ...]  # sums over ranks
     complete: bool  # whether all ranks took part with all their gradients
     agreed: bool  # whether `averaged` was the same on all ranks
     # of this rank alone: the squared norms of the averaged gradients, and of the gradients before the step
@@ -59,7 +57,6 @@ class StatisticsAllReduce:
         self,
         summed: Tensor,  # shape (groups,)
         averaged: Tensor,  # shape (groups,)
-        flags: Sequence[float],
         *,
         complete: bool,  # whether this rank has read all its gradients
         ranks: int,
@@ -78,15 +75,7 @@ class StatisticsAllReduce:
             complete = missing.item() == 0.0
         total = averaged.sum()
         header = torch.stack([total * total, torch.full_like(total, float(complete))])
-        parts = [header, summed, averaged]
-        if flags:
-            # Filled on the device: making a tensor of numbers on a GPU waits for it. Few are not zero.
-            numbers = total.new_zeros(len(flags))
-            for index, flag in enumerate(flags):
-                if flag:
-                    numbers[index] = flag
-            parts.append(numbers)
-        self._vector = torch.cat(parts)
+        self._vector = torch.cat([header, summed, averaged])
         self._work: dist.Work | None = None
         self._result: ReducedStatistics | None = None
         if ranks > 1 and shards is not None:
@@ -112,8 +101,7 @@ class StatisticsAllReduce:
     def _interpret(self, numbers: list[float]) -> ReducedStatistics:
         groups, end = self._groups, self._vector.numel()
         (sum_of_squares, complete), rest = numbers[:HEADER_SIZE], numbers[HEADER_SIZE:end]
-        summed, averaged, flags = rest[:groups], rest[groups : 2 * groups], tuple(rest[2 * groups :])
-        averaged = [each / self._ranks for each in averaged]
+        summed, averaged = rest[:groups], [each / self._ranks for each in rest[groups:]]
         own, before_step = numbers[end : end + groups], numbers[end + groups :]
         agreed = True
         if self._same_on_all_ranks:
@@ -121,4 +109,4 @@ class StatisticsAllReduce:
             difference = abs(sum_of_squares / self._ranks - sqr_of_mean)
             agreed = difference <= AGREEMENT_TOLERANCE * sqr_of_mean
         complete_ranks = complete == self._ranks
-        return ReducedStatistics(summed, averaged, flags, complete_ranks, agreed, own, before_step or None)
+        return ReducedStatistics(summed, averaged, complete_ranks, agreed, own, before_step or None)

@@ -65,9 +65,6 @@ class GradientStatistics:
         if options.observes_backward:
             kind = ShardedGradients if observes_shards else HookedGradients
             self.reader = kind(*own, model, self._on_pass_start, self._on_pass_end)
-        self.flags: Sequence[float] = ()
-        """Numbers of this rank that are summed over ranks together with the statistics: of the same length on
-        all ranks, and read when the last backward pass of a measured step ends."""
         self.gradients_are_divided = False
         """Whether the gradients were divided by `divisor` since the last backward pass."""
         self._grad_scaler = grad_scaler
@@ -81,7 +78,6 @@ class GradientStatistics:
         self._all_reduce: StatisticsAllReduce | None = None
         self._last: ReducedStatistics | None = None
         """The numbers of the last step; None if it was not measured."""
-        self._flag_sums: tuple[float, ...] | None = None
         self._previous_gradient = PreviousGradient(self._metric)
         self._previous_step: PreviousStep | None = None
         self._warned: set[str] = set()
@@ -126,14 +122,6 @@ class GradientStatistics:
         """Return the gain of each group with averages."""
         limited = map(self._limited, self.estimates())
         return [1.0 if estimate is None else estimate.gain(self.options.scale) for estimate in limited]
-
-    def flag_sums(self) -> tuple[float, ...] | None:
-        """Return the sums over ranks of `flags`, as they were when the all-reduce of the last step began.
-
-        The same on all ranks. None if the last step had no all-reduce, or no flags in it. With one replica,
-        the local flags.
-        """
-        return self._flag_sums
 
     def gradients_are_finite(self) -> bool | None:
         """Return whether the gradients of the last step were finite after its backward passes, on all ranks.
@@ -256,8 +244,6 @@ class GradientStatistics:
             all_reduce, self._all_reduce = self._all_reduce, None
             if all_reduce is not None:
                 self._last = self._finish(all_reduce)
-        sums = self._last.flags if self._last is not None else ()
-        self._flag_sums = tuple(self.flags) if self.options.world_size == 1 else sums or None
 
     def _finish(self, all_reduce: StatisticsAllReduce) -> ReducedStatistics:
         """Return the numbers of this step, and add its estimates to the averages."""
@@ -377,7 +363,6 @@ class GradientStatistics:
         self._all_reduce = StatisticsAllReduce(
             summed,
             averaged,
-            self.flags,
             complete=self.reader.has_read_all,
             ranks=self.options.world_size,
             same_on_all_ranks=not self.parameters.is_sharded,

@@ -77,8 +77,7 @@ FIRST_STEPS = 100
 """Number of steps at the start that are all measured, so that the gain is estimated soon."""
 
 MAX_INTERVAL = 16
-"""Largest interval between measured steps; it bounds the delay of flags, which only measured steps
-exchange."""
+"""Largest interval between measured steps."""
 
 SAMPLES_PER_WINDOW = 16
 """Smallest number of measured steps within the window of the moving average."""
