@@ -57,18 +57,6 @@ def closed_count(limits: ConnectionLimits) -> float | None:
     return registry.get_sample_value("adascale_connections_closed_total")
 
 
-def test_a_client_with_many_connections_does_not_take_those_of_others() -> None:
-    limits = ConnectionLimits(max_connections=10)
-    agents = [Connection(limits, f"10.0.0.{number}") for number in range(5)]
-    for agent in agents:
-        agent.request()
-        agent.answer()
-    hostile = [Connection(limits, "10.0.1.1") for _ in range(100)]
-    late = Connection(limits, "10.0.0.6")
-    assert not any(closed(*agents, late))
-    assert closed(*hostile) == [True] * 96 + [False] * 4
-
-
 def test_of_one_client_the_oldest_incomplete_request_is_closed_first_and_then_what_did_nothing_longest() -> (
     None
 ):

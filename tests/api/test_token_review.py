@@ -32,6 +32,7 @@ from adascale_api.errors import ForbiddenError, RequestError, UnauthorizedError,
 from adascale_core.errors import AdaScaleError, UsageError
 from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Client, ServiceProcess, a_report
+from support.api_server import write_kubeconfig
 from support.launch import free_port
 
 P = ParamSpec("P")
@@ -386,25 +387,9 @@ async def test_the_cache_does_not_contain_tokens() -> None:
 # -- as a process ---------------------------------------------------------------------------------------
 
 
-def write_kubeconfig(folder: Path, server: str) -> str:
-    path = folder / "kubeconfig"
-    path.write_text(
-        json.dumps(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "test",
-                "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
-                "clusters": [{"name": "test", "cluster": {"server": server}}],
-                "users": [{"name": "test", "user": {"token": "ours"}}],
-            }
-        )
-    )
-    return str(path)
-
-
 def test_without_the_kubernetes_api_the_service_answers_503_with_retry_after(tmp_path: Path) -> None:
-    environ = {"KUBECONFIG": write_kubeconfig(tmp_path, f"https://127.0.0.1:{free_port()}")}
+    kubeconfig = write_kubeconfig(tmp_path / "config", f"https://127.0.0.1:{free_port()}")
+    environ = {"KUBECONFIG": str(kubeconfig)}
     token = a_token(job_audience(JOB), expires_at=2**40)
     with ServiceProcess(tmp_path, "--token-review", environ=environ) as service:
         with Client(service.port, token) as client:
@@ -447,8 +432,8 @@ def test_unusable_options_are_refused_with_the_reason(
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "ADASCALE_TOKEN", "ADASCALE_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
-        setting = write_kubeconfig(tmp_path, "https://127.0.0.1:1") if value == "{}" else value
-        monkeypatch.setenv(name, setting)
+        setting = write_kubeconfig(tmp_path / "config", "https://127.0.0.1:1") if value == "{}" else value
+        monkeypatch.setenv(name, str(setting))
     with pytest.raises(AdaScaleError, match=re.escape(message)) as refused:
         cli.run(["--token-review", *options], os.environ)
     assert refused.value.exit_code == 2

@@ -14,6 +14,13 @@ from cluster.system import System, Workspace, succeeded, wait_until
 
 EACH = 2
 """How much of the resource a node has."""
+RESTRICTED: dict[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""The security context of a container that the restricted standard accepts."""
 
 
 class Devices:
@@ -74,12 +81,6 @@ class Devices:
             labels: its labels.
         """
         core, name = self._system.core, f"other-{uuid4().hex[:5]}"
-        restricted = {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "runAsNonRoot": True,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
         resources = {**self.container()["resources"]}
         for kind in ("requests", "limits"):
             resources[kind] = {**resources[kind], self.name: str(count)}
@@ -95,7 +96,7 @@ class Devices:
                         "image": "adascale-controller:dev",
                         "imagePullPolicy": "IfNotPresent",
                         "command": ["python", "-c", "import signal; signal.pause()"],
-                        "securityContext": restricted,
+                        "securityContext": RESTRICTED,
                         "resources": resources,
                     }
                 ],

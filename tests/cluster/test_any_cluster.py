@@ -9,6 +9,7 @@ import pytest
 
 from cluster.devices import EACH, Devices
 from cluster.system import Manifest, System, Workspace, job_manifest, succeeded, wait_until
+from cluster.test_opportunistic import priority_classes
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -98,17 +99,11 @@ def test_a_job_of_a_high_priority_gets_the_place_of_a_pod_of_a_lower_one(
     system: System, workspace: Workspace, devices: Devices
 ) -> None:
     near, _ = devices.nodes
-    high = {
-        "apiVersion": "scheduling.k8s.io/v1",
-        "kind": "PriorityClass",
-        "metadata": {"name": workspace.namespace},
-        "value": 1000,
-    }
-    with devices.taken(workspace, near), applied(system, high):
+    with devices.taken(workspace, near), priority_classes(system, high=1000) as classes:
         container, needed = devices.container(), 2 * EACH
         plain = workspace.submit(job_manifest("plain", minReplicas=needed, container=container))
         plain.wait_for_condition("Running", "InsufficientCapacity", status="False")
-        pod = {"priorityClassName": workspace.namespace}
+        pod = {"priorityClassName": classes["high"]}
         urgent = workspace.submit(job_manifest("urgent", minReplicas=needed, container=container, pod=pod))
         urgent.wait_until_training(needed)
         assert "Preempting" in [reason for reason, _ in urgent.events()]

@@ -13,6 +13,7 @@ import pytest
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
+from cluster.devices import RESTRICTED
 from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, succeeded, wait_until
 from cluster.test_opportunistic import priority_classes
 
@@ -206,18 +207,12 @@ def preempted_by_another_job(system: System, queue: Queue) -> Iterator[None]:
 
 def other_job(queue: Queue, priority: str) -> Manifest:
     """Return a Job that takes all of the quota."""
-    restricted = {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        "runAsNonRoot": True,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
     container = {
         "name": "other",
         "image": "adascale-controller:dev",
         "imagePullPolicy": "IfNotPresent",
         "command": ["python", "-c", "import time; time.sleep(3600)"],
-        "securityContext": restricted,
+        "securityContext": RESTRICTED,
         "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
     }
     labels = {QUEUE_NAME: queue.name, f"{GROUP}/priority-class": priority}

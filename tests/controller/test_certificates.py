@@ -50,28 +50,6 @@ def test_a_certificate_is_valid_for_its_hosts(tmp_path: Path, host: str) -> None
     handshake(issue_server_certificate(authority, HOSTS, NOW), authority, host, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "issued", "reason"),
-    [
-        (("other.team.svc",), NOW, "Hostname mismatch"),
-        (HOSTS, NOW - SERVER_LIFETIME - timedelta(days=1), "certificate has expired"),
-        (HOSTS, NOW + timedelta(days=1), "not yet valid"),
-    ],
-)
-def test_a_certificate_for_another_host_or_time_is_not_valid(
-    tmp_path: Path, hosts: tuple[str, ...], issued: datetime, reason: str
-) -> None:
-    authority = make_authority(NOW - SERVER_LIFETIME)
-    with pytest.raises(ssl.SSLCertVerificationError, match=reason):
-        handshake(issue_server_certificate(authority, hosts, issued), authority, HOSTS[0], tmp_path)
-
-
-def test_a_certificate_of_another_authority_is_not_valid(tmp_path: Path) -> None:
-    server = issue_server_certificate(make_authority(NOW), HOSTS, NOW)
-    with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
-        handshake(server, make_authority(NOW), HOSTS[0], tmp_path)
-
-
 def test_certificates_from_before_and_after_the_renewal_of_an_authority_are_valid_with_both(
     tmp_path: Path,
 ) -> None:

@@ -76,29 +76,6 @@ def test_every_policy_completes_every_job(
             assert results["restarts_per_job"] == 0
 
 
-@pytest.mark.slow
-def test_pictures_are_saved(files: Path, tmp_path: Path) -> None:
-    compare(files, "--policies", "fcfs", "--pictures", str(tmp_path))
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {f"fcfs-workload-0-{each}.png" for each in ("jobs-by-node", "completion-times")}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--policies", "optimus", "--cluster", "fast=1x4"], "knows no types"),
-        (["--policies", "elasticflow"], "add --deadlines 0.5-1.5"),
-        (
-            ["--policies", "fcfs", "--nodes", "1", "--gpus", "3"],
-            "job job-0 runs on 4 replicas with the policy fcfs, and the nodes hold 3",
-        ),
-    ],
-)
-def test_what_a_policy_cannot_do_is_refused(files: Path, arguments: Sequence[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
-        compare(files, *arguments)
-
-
 def test_the_decision_beats_policies_of_fixed_size(files: Path) -> None:
     submissions = read_workload(files / "workload.csv", files / "profiles")
     random = Random(0)

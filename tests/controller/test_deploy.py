@@ -17,8 +17,6 @@ from adascale_core import names
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 PARTS = ("worker", "api", "controller")
-COMPONENTS = ("cert-manager", "require-tls", "without-tls")
-OVERLAYS = (".", "all-namespaces", "kind", "monitoring", "one-namespace", "openshift", "plain", "postgres")
 
 
 def read(*files: str) -> list[dict[str, Any]]:
@@ -118,11 +116,6 @@ def test_the_services_of_the_postgres_overlay_differ_in_their_database_only() ->
         assert one[field] == other[field]
     budget = find(POSTGRES, "PodDisruptionBudget", names.API_SERVICE)
     assert budget["spec"]["selector"] == shared["spec"]["selector"]
-
-
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda item: str(item["metadata"]["name"]))
-def test_arguments_are_strings(workload: dict[str, Any]) -> None:
-    assert all(isinstance(each, str) for each in pod(workload)["containers"][0]["args"])
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda item: str(item["metadata"]["name"]))
@@ -294,17 +287,6 @@ def test_in_one_namespace_no_policy_blocks_traffic_between_replicas() -> None:
 # -- overlays -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlay", [*OVERLAYS, *COMPONENTS])
-def test_overlays_refer_to_existing_objects(overlay: str) -> None:
-    folder = DEPLOY / overlay
-    (overlaid,) = read(f"{overlay}/kustomization.yaml")
-    for name in overlaid.get("resources", []):
-        place = folder / name
-        assert place.is_file() or (place / "kustomization.yaml").is_file(), name
-    for image in overlaid.get("images", []):
-        assert image["name"] in {names.API_SERVICE, names.CONTROLLER}
-
-
 def test_cert_manager_makes_the_secret_that_the_service_mounts() -> None:
     issued = read("cert-manager/certificate.yaml")
     certificate = find(issued, "Certificate", names.API_SERVICE)["spec"]
@@ -368,21 +350,6 @@ def test_the_dependencies_of_the_images_are_those_of_the_distribution() -> None:
     # Programs that use one of these install it in their own image.
     own = {"accelerate", "lightning", "scikit-learn", "transformers"}
     assert set[str]().union(*groups.values()) == allowed - own
-
-
-@pytest.mark.parametrize(
-    ("part", "absent"),
-    [
-        ("worker", ("kopf", "kubernetes", "fastapi")),
-        ("api", ("torch", "kopf")),
-        ("controller", ("torch", "fastapi")),
-    ],
-)
-def test_an_image_does_not_install_the_dependencies_of_other_parts(
-    part: str, absent: tuple[str, ...]
-) -> None:
-    (checked,) = re.findall(r"finish.py compile .* --without ([\w ]+?) *\\$", stage(part), re.MULTILINE)
-    assert tuple(checked.split()) == absent
 
 
 def test_the_operator_needs_no_generated_calls_of_the_client_which_its_image_does_not_have() -> None:

@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from support.api_server import write_kubeconfig
 from support.launch import free_port, wait_until
 from support.operator_process import OperatorProcess
-
-KUBECONFIG = """
-apiVersion: v1
-kind: Config
-current-context: here
-contexts: [{{name: here, context: {{cluster: here, user: me}}}}]
-clusters: [{{name: here, cluster: {{server: "http://127.0.0.1:{port}"}}}}]
-users: [{{name: me, user: {{token: none}}}}]
-"""
 
 
 @pytest.mark.slow
@@ -30,10 +22,9 @@ def test_the_operator_stops_at_once_while_the_api_server_does_not_answer(
     number: int, options: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text("none")
-    (tmp_path / "config").write_text(KUBECONFIG.format(port=free_port()))
-    operator = OperatorProcess(
-        str(tmp_path / "config"), "http://127.0.0.1:1", tmp_path / "token", tmp_path, *options
-    )
+    kubeconfig = write_kubeconfig(tmp_path / "config", f"http://127.0.0.1:{free_port()}")
+    url = "http://127.0.0.1:1"
+    operator = OperatorProcess(str(kubeconfig), url, tmp_path / "token", tmp_path, *options)
     wait_until(lambda: "does not answer" in operator.log or "Cannot connect" in operator.log, "a try")
     assert operator.stop(number) == 0, operator.log
     assert "Traceback" not in operator.log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -21,35 +20,21 @@ from support.observed_jobs import actions_for, condition, job, observed, view
 REJECTION = 'spec.template: spec.containers[0].volumeMounts[0].name: Not found: "data"'
 
 
-def raw(generation: int) -> dict[str, Any]:
-    return {
-        "metadata": {
-            "name": "digits",
-            "namespace": "team",
-            "uid": "5a0d",
-            "generation": generation,
-            "creationTimestamp": "2026-03-01T10:00:00Z",
-        },
-        "spec": {
-            "batchSize": 4,
-            "maxReplicas": 1,
-            "template": {"spec": {"containers": [{"name": "worker", "image": "trainer:1"}]}},
-        },
-    }
-
-
 def test_a_rejected_spec_is_invalid_until_it_is_edited() -> None:
-    observer = Observer(OperatorSettings("http://api"))
+    observer, server = Observer(OperatorSettings("http://api")), FakeApiServer()
+    server.submit()
 
-    def read(generation: int) -> AdaScaleJob:
-        return observer.read(raw(generation), (), frozenset()).resource
+    def read() -> AdaScaleJob:
+        assert server.job is not None
+        return observer.read(server.job, (), frozenset()).resource
 
-    accepted = read(1)
+    accepted = read()
     assert accepted.job is not None
     observer.reject(accepted, REJECTION)
-    rejected = read(1)
+    rejected = read()
     assert (rejected.job, rejected.invalid) == (None, REJECTION)
-    assert read(2).job is not None
+    server.edit(maxReplicas=1)
+    assert read().job is not None
 
 
 def test_a_job_without_pods_fails_and_starts_once_the_spec_is_corrected() -> None:

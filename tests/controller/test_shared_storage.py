@@ -9,6 +9,7 @@ import pytest
 
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, why_not_shared
 from adascale_controller.operator.types.settings import OperatorSettings
+from support.fake_api_server import FakeApiServer
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "shared"}}
 
@@ -73,23 +74,10 @@ def test_a_path_that_pods_do_not_share_is_rejected(
 
 @pytest.mark.parametrize(("most", "is_taken"), [(1, True), (2, False)])
 def test_an_unshared_path_is_invalid_only_for_several_replicas(most: int, is_taken: bool) -> None:
-    raw = {
-        "metadata": {
-            "name": "digits",
-            "namespace": "team",
-            "uid": "5a0d",
-            "generation": 1,
-            "creationTimestamp": "2026-03-01T10:00:00Z",
-        },
-        "spec": {
-            "batchSize": 4,
-            "maxBatchSize": 64,
-            "maxReplicas": most,
-            "checkpoint": {"path": "/data"},
-            "template": template({}),
-        },
-    }
-    job = AdaScaleJob.read(raw, OperatorSettings("http://api"))
+    server = FakeApiServer()
+    server.submit(maxReplicas=most, checkpoint={"path": "/data"}, template=template({}))
+    assert server.job is not None
+    job = AdaScaleJob.read(server.job, OperatorSettings("http://api"))
     assert (job.job is not None) == is_taken
     if not is_taken:
         assert "spec.checkpoint.path: container worker mounts no volume at /data" in (job.invalid or "")

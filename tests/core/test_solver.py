@@ -112,31 +112,6 @@ def test_with_two_resources_the_total_utility_is_within_a_percent_of_the_best() 
     assert sum(shares) / len(shares) >= 0.99
 
 
-def test_with_types_the_total_utility_is_within_a_percent_of_the_best() -> None:
-    """An option takes a part of one of the resources: the slots of a type."""
-    shares = []
-    for seed in range(24):
-        random = Random(seed)
-        jobs = []
-        for _ in range(4):
-            speed, weight = random.uniform(0.3, 1), random.uniform(0.1, 2)
-            factors = random.uniform(1, 4), random.uniform(1, 4)
-            jobs.append(
-                [
-                    (
-                        round(1e9 * weight * np.log(factor * count**speed)),
-                        tuple(count * (t == k) for k in (0, 1)),
-                    )
-                    for t, factor in enumerate(factors)
-                    for count in (1, 2, 3, 4)
-                ]
-            )
-        totals = [6, 6]
-        shares.append(utility(solved(jobs, totals)) / best(jobs, totals))
-    assert min(shares) >= 0.98
-    assert sum(shares) / len(shares) >= 0.99
-
-
 def test_without_an_exact_solution_the_choice_is_within_one_job_of_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -60,24 +60,8 @@ class ApiServer:
         self._server.server_close()
 
     def write_kubeconfig(self, file: Path, namespace: str | None = None) -> Path:
-        """Write a kubeconfig with the context `prod`, and one of another cluster, `away`."""
-        context = {"cluster": "here", "user": "me", **({"namespace": namespace} if namespace else {})}
-        document = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "prod",
-            "contexts": [
-                {"name": "prod", "context": context},
-                {"name": "away", "context": {"cluster": "away", "user": "me"}},
-            ],
-            "clusters": [
-                {"name": "here", "cluster": {"server": self.url}},
-                {"name": "away", "cluster": {"server": "http://127.0.0.1:9"}},
-            ],
-            "users": [{"name": "me", "user": {"token": TOKEN}}],
-        }
-        file.write_text(yaml.safe_dump(document))
-        return file
+        """Write a kubeconfig for this server."""
+        return write_kubeconfig(file, self.url, namespace)
 
     def add_job(
         self, name: str, namespace: str = "default", *, status: Object | None = None, **spec: Any
@@ -95,6 +79,27 @@ class ApiServer:
         }  # fmt: skip
         self.jobs[namespace, name] = job
         return job
+
+
+def write_kubeconfig(file: Path, server: str, namespace: str | None = None) -> Path:
+    """Write a kubeconfig with the context `prod`, and one of another cluster, `away`."""
+    context = {"cluster": "here", "user": "me", **({"namespace": namespace} if namespace else {})}
+    document = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "prod",
+        "contexts": [
+            {"name": "prod", "context": context},
+            {"name": "away", "context": {"cluster": "away", "user": "me"}},
+        ],
+        "clusters": [
+            {"name": "here", "cluster": {"server": server}},
+            {"name": "away", "cluster": {"server": "http://127.0.0.1:9"}},
+        ],
+        "users": [{"name": "me", "user": {"token": TOKEN}}],
+    }
+    file.write_text(yaml.safe_dump(document))
+    return file
 
 
 @contextmanager
