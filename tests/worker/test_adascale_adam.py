@@ -331,8 +331,7 @@ def test_norms_are_the_same_in_pieces_and_together(monkeypatch: pytest.MonkeyPat
     results = []
     for size in (1 << 24, 100):
         monkeypatch.setattr(metric, "CHUNK", size)
-        for module in (metric, norms):
-            monkeypatch.setattr(module, "MAX_ELEMENTS_TOGETHER", size)
+        monkeypatch.setattr(norms, "MAX_ELEMENTS_TOGETHER", size)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(30, 80), nn.Tanh(), nn.Linear(80, 3))
         optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=1e-3), num_gradients_to_accumulate=2)
@@ -353,8 +352,8 @@ def test_gradients_are_divided_by_the_roots_of_their_second_moments(
     factors: tuple[float, float], dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against sums in double precision. The third parameter has no second moment yet."""
-    for module in (metric, norms):
-        monkeypatch.setattr(module, "MAX_ELEMENTS_TOGETHER", limit)
+    monkeypatch.setattr(norms, "MAX_ELEMENTS_TOGETHER", limit)
+    monkeypatch.setattr(metric, "CHUNK", limit)
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(2, 3), (5,), (4, 1)]]
     gradients = [torch.randn_like(parameter) for parameter in parameters]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from adascale.errors import UnsupportedTorchError
 from adascale_worker.torch_private import autograd, distributed, modules
-from adascale_worker.torch_private.autograd import divide_in_place, flatten_together, l2_norms
+from adascale_worker.torch_private.autograd import divide_in_place, flatten_together, norms_of
 from worker.adascale_problem import backward, network
 
 ROOT = Path(__file__).parents[2]
@@ -99,8 +99,8 @@ def test_nccl_connects_at_the_first_collective_on_the_gpu_of_the_replica(
 
 def test_norms_are_those_of_each_tensor() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([[6.0], [8.0]])]
-    assert l2_norms(tensors) == [5.0, 10.0]
-    assert l2_norms([]) == []
+    assert norms_of(tensors, 2) == [5.0, 10.0]
+    assert norms_of([], 2) == []
     divide_in_place(tensors, 2.0)
     assert flatten_together(tensors).tolist() == [1.5, 2.0, 3.0, 4.0]
 

@@ -65,15 +65,12 @@ def remove_tensor_hook(tensor: Tensor, handle: RemovableHandle) -> None:
         tensor._backward_hooks = None
 
 
-def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Return the L2 norm of each tensor, with one kernel for many of them.
+def norms_of(tensors: Sequence[Tensor], order: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return the norm of each tensor, with one kernel for many of them.
 
     `torch.nn.utils.get_total_norm` uses the same kernel and returns only the norm of all.
     """
-    if not tensors:
-        return []
-    norm = private_part(torch, "_foreach_norm")
-    return list(norm(tensors, 2) if dtype is None else norm(tensors, 2, dtype=dtype))
+    return list(private_part(torch, "_foreach_norm")(tensors, order, dtype=dtype)) if tensors else []
 
 
 def multiply_in_place(tensors: Sequence[Tensor], factor: float) -> None:

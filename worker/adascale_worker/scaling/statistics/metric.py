@@ -13,21 +13,19 @@ unbiased. All norms of a step use the same v.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from adascale_worker.scaling.rules import ScalingRule, SecondMoment
 from adascale_worker.scaling.statistics.norms import (
-    HALF_PRECISION,
-    MAX_ELEMENTS_TOGETHER,
     are_read_together,
     batches,
     divided_like,
     flattened,
     is_first_copy,
     norm,
+    norms,
     sqr_norm,
     stacked,
 )
@@ -38,8 +36,11 @@ almost always zero, such as the embedding of a rare word, would otherwise outwei
 
 MIN_EPS = 1e-12
 
-MAX_ELEMENTS_TO_KEEP = 1 << 14
-"""Up to this size, divisors on the CPU are computed together and kept for all norms of a step."""
+MAX_ELEMENTS_TO_COPY = 1 << 14
+"""Gradients on the CPU up to this size are divided together."""
+
+MAX_ELEMENTS_TO_KEEP = 1 << 22
+"""What many gradients are divided by is kept for all norms of a step, up to this size."""
 
 CHUNK = 1 << 18
 """Elements that are divided at once on the CPU: as many as fit into its cache."""
@@ -129,150 +130,77 @@ class _GroupDivisor:
         add_shards: Callable[[Tensor], object] | None,
     ) -> None:
         self._moments = moments  # by the id of the parameter; one without it gets the mean of the group
-        values = [value for value, *_ in moments.values()]
-        self._are_on_gpu = are_read_together(values)
-        numbers = [n for n, (value, *_) in moments.items() if self._are_on_gpu or _is_small(value)]
-        self._elements = {n: _real(moments[n].value).numel() for n in numbers}
-        apart = [each for n, each in moments.items() if n not in self._elements and n in counted]
-        sums = [_real(each.value).sum(dtype=_sum_dtype(each.value)) * each.factor for each in apart]
-        wholes: list[Tensor] = []
-        keeps = sum(self._elements.values()) <= MAX_ELEMENTS_TOGETHER
-        together = [moments[n].value for n in numbers]
-        kinds = [(_kind(moments[n]), n in counted) for n in numbers]
-        for batch in batches([value.numel() for value in together], kinds):
-            whole = self._second_moments([numbers[n] for n in batch])
-            if numbers[batch[0]] in counted:
-                sums.append(whole.sum())
-            if keeps:
-                wholes.append(whole)
-        count = sum(_real(moment.value).numel() for n, moment in moments.items() if n in counted)
-        mean = stacked(sums, values[0].device).sum()
-        self._mean: float = _mean(mean, count, add_shards).item()
-        self._added = self._mean * FLOOR + eps**2
+        first, own = next(iter(moments.values())), [moments[n] for n in moments if n in counted]
+        self._are_on_gpu = are_read_together([first.value])
         self._kept: dict[tuple[int, ...], Tensor] = {}
-        """1 / (v + c) of parameters that are divided together, by their numbers."""
-        if len(wholes) == 1:  # All have the same kind.
-            self._kept[tuple(numbers)] = wholes[0].add_(self._added).reciprocal_()
+        """1 / (v + c) of parameters that are divided together, by their numbers, if they are small."""
+        # No value is negative, so the sums are L1 norms.
+        sums = stacked(norms([_real(moment.value) for moment in own], order=1), first.value.device)
+        count = sum(_real(moment.value).numel() for moment in own)
+        total = (sums * sums.new_tensor([moment.factor for moment in own] or [0.0])).sum()
+        both = torch.stack([total, total.new_tensor(float(count))])
+        if add_shards is not None:
+            add_shards(both)
+        self._mean = (both[0] / both[1]).item()
+        self._added = self._mean * FLOOR + eps**2
 
     def sqr_norms(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return numbers that add up to the squared norm of the gradients."""
-        together, apart = self._placed(parameters, gradients)
         found: list[Tensor] = []
-        for batch, flat, weights in self._batches(parameters, gradients, together):
-            # Several gradients were copied.
-            found.append(torch.dot(flat.square_() if len(batch) > 1 else flat.square(), weights))
-        for n in apart:
-            moment, whole = self._moments.get(id(parameters[n])), _real(gradients[n].reshape(-1))
+        for batch, whole in self._batches(parameters, gradients):
+            own = [parameters[n] for n in batch]
+            if self._are_on_gpu or whole.numel() <= MAX_ELEMENTS_TO_COPY or len(batch) > 1:
+                squares = whole.square_() if len(batch) > 1 else whole.square()  # Several were copied.
+                found.append(torch.dot(squares, self._factors(own).to(whole.dtype)))
+                continue
             for start in range(0, whole.numel(), CHUNK):
-                piece = _widened(whole[start : start + CHUNK])
-                quotient = piece / self._divisor(moment, start, piece.numel())
+                piece = whole[start : start + CHUNK]
+                quotient = piece / self._divisor(own, slice(start, start + CHUNK))
                 found.append(torch.dot(quotient.to(piece.dtype), piece))
         return found
 
     def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients, divided."""
-        together, apart = self._placed(parameters, gradients)
-        found = {n: self._divide(parameters[n], gradients[n]) for n in apart}
-        for batch, flat, weights in self._batches(parameters, gradients, together):
-            whole = flat * weights.sqrt()
+        found: dict[int, Tensor] = {}
+        for batch, whole in self._batches(parameters, gradients):
+            divided = whole / self._divisor([parameters[n] for n in batch]).sqrt()
             if gradients[batch[0]].is_complex():
-                whole = torch.view_as_complex(whole.view(-1, 2))
-            found.update(zip(batch, divided_like(whole, [gradients[n] for n in batch]), strict=True))
+                divided = torch.view_as_complex(divided.view(-1, 2))
+            found.update(zip(batch, divided_like(divided, [gradients[n] for n in batch]), strict=True))
         return [found[n] for n in range(len(gradients))]
 
-    def _placed(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the positions of the gradients that are divided together, and of the others."""
-        if self._are_on_gpu:
-            return range(len(gradients)), ()
-        together: list[int] = []
-        apart: list[int] = []
-        for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            is_small = gradient.dtype is torch.float32 and id(parameter) in self._elements
-            (together if is_small else apart).append(position)
-        return together, apart
-
-    # -- together -----------------------------------------------------------------------------------------
-
     def _batches(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], positions: Sequence[int]
-    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Return the positions of gradients, all their numbers in one dimension, and 1 / (v + c) of each."""
-        moments = [self._moments.get(id(parameters[n])) for n in positions]
-        kinds = [
-            (gradients[n].dtype, gradients[n].device, moment and _kind(moment))
-            for n, moment in zip(positions, moments, strict=True)
-        ]
-        for batch in batches([gradients[n].numel() for n in positions], kinds):
-            own = [positions[place] for place in batch]
-            flat = flattened([gradients[n] for n in own])
-            if id(parameters[own[0]]) not in self._moments:
-                yield own, flat, torch.full_like(flat, 1.0 / (self._mean + self._added))
-            else:
-                yield own, flat, self._weights(tuple([id(parameters[n]) for n in own])).to(flat.dtype)
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Return the positions of gradients of one kind, and all their numbers in one dimension."""
+        kinds: list[object] = []
+        for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            moment = self._moments.get(id(parameter))
+            kind = moment and (moment.value.dtype, moment.value.device, moment.factor)
+            is_alone = not self._are_on_gpu and gradient.numel() > MAX_ELEMENTS_TO_COPY
+            kinds.append((gradient.dtype, gradient.device, kind, position if is_alone else None))
+        for batch in batches([each.numel() for each in gradients], kinds):
+            yield batch, flattened([gradients[n] for n in batch])
 
-    def _weights(self, numbers: tuple[int, ...]) -> Tensor:
-        if numbers in self._kept:
-            return self._kept[numbers]
-        if not self._kept:
-            return self._second_moments(numbers).add_(self._added).reciprocal_()
-        self._kept[numbers] = torch.cat([self._kept_parts[number] for number in numbers])
+    def _factors(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return 1 / (v + c) of parameters of one kind, in one dimension."""
+        numbers = tuple(map(id, parameters))
+        if numbers not in self._kept:
+            factors = self._divisor(parameters).reciprocal_()
+            if factors.numel() > MAX_ELEMENTS_TO_KEEP:
+                return factors
+            self._kept[numbers] = factors
         return self._kept[numbers]
 
-    @cached_property
-    def _kept_parts(self) -> dict[int, Tensor]:
-        """What is kept of each parameter."""
-        parts = self._kept[tuple(self._elements)].split(list(self._elements.values()))
-        return dict(zip(self._elements, parts, strict=True))
-
-    def _second_moments(self, numbers: Sequence[int]) -> Tensor:
-        """Return v of parameters of one kind, in one dimension."""
-        moments = [self._moments[number] for number in numbers]
-        flat, factor = flattened([moment.value for moment in moments]), moments[0].factor
-        return flat.mul_(factor) if len(moments) > 1 else flat * factor  # Several were copied.
-
-    # -- in pieces ----------------------------------------------------------------------------------------
-
-    def _divide(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        flat = _widened(_real(gradient.reshape(-1)))
-        divided = flat / self._divisor(self._moments.get(id(parameter)), 0, flat.numel()).sqrt()
-        return (torch.view_as_complex(divided.view(-1, 2)) if gradient.is_complex() else divided).view(
-            gradient.shape
-        )
-
-    def _divisor(self, moment: SecondMoment | None, start: int, size: int) -> Tensor:
-        """Return v + c for a part of a parameter, of at least 32 bits."""
-        if moment is None:
-            return torch.tensor(self._mean + self._added)
-        value = _widened(_real(moment.value.reshape(-1))[start : start + size])
-        return (value * moment.factor).add_(self._added)
-
-
-def _kind(moment: SecondMoment) -> object:
-    return moment.value.dtype, moment.value.device, moment.factor
-
-
-def _is_small(value: Tensor) -> bool:
-    return value.dtype is torch.float32 and value.is_cpu and value.numel() <= MAX_ELEMENTS_TO_KEEP
-
-
-def _mean(total: Tensor, count: int, add_shards: Callable[[Tensor], object] | None) -> Tensor:
-    """Return the mean of second moments: shape (). A collective call with shards."""
-    if add_shards is None:
-        return total / count
-    both = torch.stack([total, total.new_tensor(float(count))])
-    add_shards(both)
-    return both[0] / both[1]
-
-
-def _sum_dtype(value: Tensor) -> torch.dtype | None:
-    return torch.float32 if value.dtype in HALF_PRECISION else None
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """Return a tensor of at least 32 bits."""
-    return tensor.float() if tensor.dtype in HALF_PRECISION else tensor
+    def _divisor(self, parameters: Sequence[Tensor], part: slice = slice(None)) -> Tensor:
+        """Return v + c of parameters of one kind, or of a part of them, in one dimension."""
+        moments = [self._moments[id(each)] for each in parameters if id(each) in self._moments]
+        if not moments:
+            size = sum(each.numel() * (1 + each.is_complex()) for each in parameters)
+            device = parameters[0].device
+            return torch.full((len(range(size)[part]),), self._mean + self._added, device=device)
+        values = flattened([moment.value for moment in moments])[part]
+        return (values * moments[0].factor).add_(self._added)
 
 
 def _real(tensor: Tensor) -> Tensor:

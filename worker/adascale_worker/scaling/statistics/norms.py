@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adascale_worker.torch_private.autograd import flatten_together, l2_norms
+from adascale_worker.torch_private.autograd import flatten_together, norms_of
 
 Gradients = Sequence[Sequence[Tensor]]
 """Gradients by parameter group."""
@@ -58,12 +58,12 @@ def norm(gradient: Tensor) -> Tensor:
     if gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous():
         flat = gradient.view(-1)
         return torch.dot(flat, flat).sqrt()
-    return _norms([gradient])[0]
+    return norms([gradient])[0]
 
 
 def sqr_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the squared L2 norm of several gradients taken as one vector: shape (), on `device`."""
-    small, norms, others = [], [], []
+    small, found, others = [], [], []
     for gradient in gradients:
         if gradient.is_cpu and gradient.dtype is torch.float32:
             size = gradient.numel()
@@ -71,18 +71,13 @@ def sqr_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
                 small.append(gradient)
                 continue
             if size >= MIN_ELEMENTS_FOR_DOT:
-                norms.append(_dot(gradient, gradient).sqrt())
+                found.append(_dot(gradient, gradient).sqrt())
                 continue
         others.append(gradient)
     if small:
         flat = flatten_together(small)
-        norms.append(torch.dot(flat, flat).sqrt())
-    return sum_of_squares(norms + _norms(others), device)
-
-
-def sqr_norms(groups: Gradients, device: torch.device) -> Tensor:
-    """Return the squared L2 norm of the gradients of each group: shape (groups,), on `device`."""
-    return torch.stack([sqr_norm(gradients, device) for gradients in groups])
+        found.append(torch.dot(flat, flat).sqrt())
+    return sum_of_squares(found + norms(others), device)
 
 
 def inner_products(left: Gradients, right: Gradients, device: torch.device) -> Tensor:
@@ -153,13 +148,12 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    wide = [gradient for gradient in gradients if gradient.dtype not in HALF_PRECISION]
-    norms = l2_norms(wide)
-    if len(wide) < len(gradients):
-        narrow = [gradient for gradient in gradients if gradient.dtype in HALF_PRECISION]
-        norms += l2_norms(narrow, dtype=torch.float32)
-    return norms
+def norms(tensors: Sequence[Tensor], order: int = 2) -> list[Tensor]:
+    """Return the L1 or L2 norm of each tensor."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return [each for tensor in tensors for each in norms([tensor], order)]
+    is_narrow = bool(tensors) and tensors[0].dtype in HALF_PRECISION
+    return norms_of(tensors, order, dtype=torch.float32 if is_narrow else None)
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
