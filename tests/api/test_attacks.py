@@ -72,9 +72,9 @@ def test_reports_at_the_limit_are_stored(attacked: ServiceProcess) -> None:
 
 
 def test_connections_with_half_a_request_are_closed_and_others_are_served(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path, "--max-connections", "200") as service, ExitStack() as stack:
+    with ServiceProcess(tmp_path, "--max-connections", "100") as service, ExitStack() as stack:
         heads = (b"POST /jobs/a/gain HTTP/1.1\r\nHost: x\r\n", b"", b"GET ")
-        for number in range(600):
+        for number in range(300):
             half = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=10))
             half.sendall(heads[number % len(heads)])
             if number % 100 == 99:
@@ -243,12 +243,10 @@ def test_large_bodies_that_do_not_end_do_not_take_the_place_of_others(attacked: 
     ("count", "method", "path", "pad", "body"),
     [
         (5000, "GET", "/healthz", 30_000, 0),
-        (1000, "GET", "/healthz", 0, 250_000),
         (1000, "POST", "/jobs/a/gain", 0, 250_000),
         (1000, "GET", "/jobs/held/allocation?version={version}&wait=60", 0, 250_000),
-        (5000, "GET", "/jobs/held/allocation?version={version}&wait=60", 30_000, 0),
     ],
-    ids=["answered, heads", "answered, bodies", "refused, bodies", "waiting, bodies", "waiting, heads"],
+    ids=["answered, heads", "refused, bodies", "waiting, bodies"],
 )
 def test_what_a_request_has_sent_is_not_kept(
     tmp_path: Path, count: int, method: str, path: str, pad: int, body: int

@@ -254,14 +254,3 @@ def test_the_schema_has_exactly_the_values() -> None:
     # Helm adds it to the values of a chart that is a part of another.
     del schema["global"]
     assert names_of(values, schema) == schema
-
-
-def test_a_changed_manifest_that_a_value_no_longer_fits_is_an_error(tmp_path: Path) -> None:
-    deploy = tmp_path / "deploy"
-    shutil.copytree(DEPLOY, deploy)
-    shutil.copy(DEPLOY.parent / "pyproject.toml", tmp_path)
-    manifest = deploy / "base" / "controller.yaml"
-    manifest.write_text(manifest.read_text().replace("image: adascale-controller", "image: other"))
-    done = run(sys.executable, deploy / "chart.py", tmp_path / "chart")
-    assert done.returncode == 1
-    assert "`image: adascale-controller` occurs 0 times" in done.stderr

@@ -10,10 +10,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-import yaml
 
 from adascale_controller.cli import kubectl_main
-from adascale_controller.cluster.kubernetes_api import METRICS_READER, advice
+from adascale_controller.cluster.kubernetes_api import advice
 from adascale_controller.job_overview import JobOverview
 from adascale_core import names
 from adascale_core.views.job_summary import JobStateName
@@ -282,17 +281,6 @@ def test_the_advice_about_a_right_is_a_command_for_any_user(user: str, binding: 
     assert command == [
         "kubectl", "-n", "team", "create", "rolebinding", binding, "--clusterrole=view", subject,
     ]  # fmt: skip
-
-
-def test_the_role_that_the_advice_names_allows_reads_of_the_metrics_service_alone() -> None:
-    users = Path(__file__).parents[2] / "deploy" / "base" / "users.yaml"
-    (role,) = [each for each in yaml.safe_load_all(users.read_text()) if each["kind"] == "Role"]
-    assert role["metadata"]["name"] == METRICS_READER
-    (rule,) = role["rules"]
-    assert rule["resources"] == ["services/proxy"]
-    assert rule["verbs"] == ["get"]
-    address = f"{names.API_SERVICE}:{names.DEFAULT_API_PORT}"
-    assert rule["resourceNames"] == [f"https:{address}", address]
 
 
 # -- gain and explain -----------------------------------------------------------------------------------

@@ -21,9 +21,7 @@ from adascale_controller.schema import (
     QUANTITY,
     AdaScaleJobSpec,
     Checkpoint,
-    JobDefinition,
 )
-from adascale_controller.validation import FieldError, validate_document
 from adascale_core import names
 from adascale_core.views.job_summary import JobStateName
 
@@ -134,10 +132,6 @@ def test_each_field_is_described_in_sentences(path: str) -> None:
 # -- the rules that are written by hand ----------------------------------------------------------------
 
 
-def rules_of(schema: dict[str, Any]) -> list[dict[str, str]]:
-    return [rule for _, field in fields_of(schema, "") for rule in field.get("x-kubernetes-validations", [])]
-
-
 def test_the_name_of_a_job_is_limited_as_in_the_core() -> None:
     (rule,) = ROOT["x-kubernetes-validations"]
     longest, pattern = names.MAX_NAME_LENGTH, DNS_LABEL
@@ -167,52 +161,6 @@ def test_the_rules_on_counts_try_every_count_and_every_divisor() -> None:
         )
         assert sorted(32 * i + j for i in tens for j in ones) == list(range(1, names.MAX_REPLICAS + 1))
     assert names.MAX_REPLICAS**2 >= names.MAX_BATCH_SIZE
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"maxBatchSize": 16}, "spec.maxBatchSize"),
-        ({"localBszBounds": {"lower": 128, "upper": 16}}, "spec.localBszBounds"),
-        ({"localBszBounds": {"lower": 4}}, "spec.localBszBounds"),
-        ({"localBszBounds": {"lower": 4, "upper": "64"}}, "spec.localBszBounds.upper"),
-        ({"minReplicas": 9}, "spec.minReplicas"),
-        ({"scaleInvariantSteps": 100, "trainSamples": 3200}, "spec"),
-        ({"minReplicas": 6, "maxReplicas": 7}, "spec"),
-        ({"checkpoint": {"claimName": "a", "path": "/b"}}, "spec.checkpoint"),
-        ({"checkpoint": {"path": "/b", "url": "s3://b"}}, "spec.checkpoint"),
-        ({"checkpoint": {"credentialsSecret": "s3"}}, "spec.checkpoint"),
-        ({"checkpoint": {"path": "/b", "storage": "1Gi"}}, "spec.checkpoint"),
-        ({"checkpoint": {"path": "b"}}, "spec.checkpoint.path"),
-        ({"checkpoint": {"storage": "big"}}, "spec.checkpoint.storage"),
-    ],
-)
-def test_the_api_server_reports_an_error_as_validate_does(changes: dict[str, Any], field: str) -> None:
-    """The message of a rule, with its placeholders as wildcards, matches that of `adascale validate`."""
-    container = {"name": "worker", "command": ["python"]}
-    spec = {"batchSize": 32, "maxReplicas": 8, "template": {"spec": {"containers": [container]}}}
-    errors = validate_document(
-        {
-            "apiVersion": names.GROUP_VERSION,
-            "kind": names.KIND,
-            "metadata": {"name": "digits"},
-            "spec": {**spec, **changes},
-        }
-    )
-    assert not isinstance(errors, JobDefinition)
-    (error,) = errors
-    assert error.field == field
-    assert any(_could_report(rule, error) for rule in rules_of(SPEC))
-
-
-def _could_report(rule: dict[str, str], error: FieldError) -> bool:
-    message = rule.get("message")
-    if message is None:
-        literal = re.match(r"'((?:[^'\\]|\\.)*)'", rule["messageExpression"])
-        message = literal[1].replace("\\'", "'") if literal else ""
-    pattern = re.sub(r"%[sd]", lambda _: "(.*)", re.escape(message.partition(";")[0]).replace("\\%", "%"))
-    # The core's message ends with more valid counts than a rule can list.
-    return re.fullmatch(pattern, error.message.partition(";")[0]) is not None
 
 
 def test_the_first_access_mode_is_the_default() -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from adascale_api.cli import ENV_DATABASE
+from adascale_controller.cluster.kubernetes_api import METRICS_READER
 from adascale_core import names
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +161,7 @@ ROLES: dict[tuple[str, str], Rights] = {
         ("adascale.dev", "adascalejobs/scale"): {"get"},
         ("adascale.dev", "adascalejobs/status"): {"get"},
     },
-    ("Role", "adascale-metrics-reader"): {
+    ("Role", METRICS_READER): {
         ("", "services/proxy/https:adascale-api:8265"): {"get"},
         ("", "services/proxy/adascale-api:8265"): {"get"},
     },

@@ -294,14 +294,6 @@ def test_jobs_of_all_folders_are_listed_without_a_state_folder(registry: Path) -
     assert unknown.stderr == "adascale: no job other found on this machine: the jobs there are same\n"
 
 
-def test_a_message_names_the_first_of_many_folders(tmp_path: Path) -> None:
-    for number in range(7):
-        write_state(tmp_path / f"run-{number}", "default.same", 0)
-    refused = adascale("status", "same", "--state-dir", tmp_path)
-    assert f"{tmp_path / 'run-4'} and 2 more; choose one with --state-dir" in refused.stderr
-    assert "run-5" not in refused.stderr
-
-
 def test_a_registry_that_two_runs_change_at_once_has_both(registry: Path) -> None:
     folders = [registry / f"run-{number}" for number in range(16)]
     for folder in folders:

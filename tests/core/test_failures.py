@@ -13,7 +13,6 @@ from adascale_core.failures import (
     EXIT_REENTRY,
     EXIT_REFUSED,
     EXIT_SERVICE_UNAVAILABLE,
-    MESSAGE_LIMIT,
     ExitClass,
     FailureCount,
     TerminationMessage,
@@ -68,12 +67,6 @@ def test_the_cause_of_a_failure_is_the_error_in_the_output(log: str, cause: str)
         (139, ExitClass.PROGRAM_FAILURE),
         (143, ExitClass.KILLED),
         (255, ExitClass.PROGRAM_FAILURE),
-        (-signal.SIGKILL, ExitClass.KILLED),
-        (-signal.SIGTERM, ExitClass.KILLED),
-        (-signal.SIGINT, ExitClass.KILLED),
-        (-signal.SIGHUP, ExitClass.KILLED),
-        (-signal.SIGSEGV, ExitClass.PROGRAM_FAILURE),
-        (-signal.SIGABRT, ExitClass.PROGRAM_FAILURE),
     ],
 )
 def test_the_class_of_an_exit_code(code: int, expected: ExitClass) -> None:
@@ -205,20 +198,6 @@ def test_a_long_message_keeps_its_first_line_and_its_end(message: TerminationMes
 )
 def test_the_message_is_plain_text(message: TerminationMessage, text: str) -> None:
     assert message.to_text() == text
-
-
-def test_a_long_log_keeps_its_last_complete_lines() -> None:
-    log = "\n".join(f"line {number}: żółć" for number in range(1000))
-    lines = TerminationMessage(3, 1, log).to_text().split("\n")
-    assert lines[0] == "generation 3: exit code 1"
-    assert lines[-1] == "line 999: żółć"
-    assert lines[1:] == log.split("\n")[-len(lines) + 1 :]
-    assert MESSAGE_LIMIT - 20 < len("\n".join(lines).encode()) <= MESSAGE_LIMIT
-
-
-def test_the_end_of_a_line_that_is_too_long_is_kept() -> None:
-    message = TerminationMessage(1, 1, "first\n" + 5000 * "é" + "!")
-    assert message.to_text(40) == f"generation 1: exit code 1\n{6 * 'é'}!"
 
 
 def test_unpaired_surrogates_leave_the_message_valid() -> None:
