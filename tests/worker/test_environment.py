@@ -14,7 +14,6 @@ from adascale_worker.process.environment import (
     JobSettings,
     RankAssignment,
     apply_settings,
-    read_agent_assignment,
     read_assignment,
     read_incarnation,
     read_job_settings,
@@ -27,7 +26,7 @@ from adascale_worker.process.environment import (
 
 
 def test_an_empty_environment_means_one_replica_without_a_service() -> None:
-    assert read_assignment({}) == RankAssignment(rank=0, replicas=1)
+    assert read_assignment({}, has_agent=False) == RankAssignment(rank=0, replicas=1)
     assert read_job_settings({}) == JobSettings()
     assert read_service({}) is None
 
@@ -39,7 +38,7 @@ def test_torchruns_variables_set_the_rank_assignment() -> None:
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
     }
-    assert read_assignment(environ) == RankAssignment(3, 4, 1, 2)
+    assert read_assignment(environ, has_agent=False) == RankAssignment(3, 4, 1, 2)
 
 
 def test_job_settings_are_read() -> None:
@@ -87,7 +86,7 @@ def test_the_service_has_a_full_job_id_and_its_credentials(tmp_path: Path) -> No
 )
 def test_an_invalid_variable_is_named_in_the_error(environ: dict[str, str], message: str) -> None:
     def read_all() -> None:
-        read_assignment(environ)
+        read_assignment(environ, has_agent=False)
         read_job_settings(environ)
         read_service(environ)
 
@@ -143,9 +142,9 @@ def test_an_agent_that_does_not_answer_is_an_error_with_its_cause() -> None:
 def test_several_processes_of_another_launcher_are_refused() -> None:
     agent = {"ADASCALE_RANK": "1", "ADASCALE_REPLICAS": "3"}
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-    assert read_agent_assignment(agent | one) == RankAssignment(1, 3)
+    assert read_assignment(agent | one, has_agent=True) == RankAssignment(1, 3)
     with pytest.raises(EnvironmentVariableError, match=r"starts 2 processes .* let the command start one"):
-        read_agent_assignment(agent | {"WORLD_SIZE": "2"})
+        read_assignment(agent | {"WORLD_SIZE": "2"}, has_agent=True)
 
 
 def test_the_peer_timeout_is_above_zero() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_module
 from adascale import ElasticTrainer
 from adascale_core.errors import InvalidJobError
 from adascale_worker.errors import WorkerError
-from adascale_worker.process.environment import RankAssignment, divide_into_replicas
+from adascale_worker.process.environment import RankAssignment, read_assignment
 from adascale_worker.program.parts import require_sharded
 from support.training import FIXED, MakeTrainer, network, samples, sgd
 
@@ -178,8 +178,7 @@ def test_batches_are_refused_that_the_processes_cannot_divide(
 
 
 def test_a_number_of_processes_is_refused_that_replicas_do_not_divide() -> None:
-    assignment = RankAssignment(3, 6, 3)
-    replica, process = divide_into_replicas(assignment, 2)
-    assert (replica.rank, replica.replicas, process) == (1, 3, 1)
+    environ = {"RANK": "3", "WORLD_SIZE": "6", "ADASCALE_PROCESSES_PER_REPLICA": "2"}
+    assert read_assignment(environ, has_agent=False) == RankAssignment(1, 3, process=1, processes=2)
     with pytest.raises(Exception, match=r"WORLD_SIZE is 6, which is not a multiple .* start 4 processes"):
-        divide_into_replicas(assignment, 4)
+        read_assignment({**environ, "ADASCALE_PROCESSES_PER_REPLICA": "4"}, has_agent=False)

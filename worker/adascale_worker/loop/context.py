@@ -177,15 +177,10 @@ class Replica:
         tracker: Tracker | None,
     ) -> None:
         environ = os.environ
-        processes = environment.read_processes(environ)
         has_agent = agent_socket is not None or replica_store is not None
-        read = environment.read_agent_assignment if has_agent else environment.read_assignment
-        assignment, process = read(environ), 0
-        if processes is not None and has_agent:
-            process = environment.read_process(environ)
-        elif processes is not None:
-            assignment, process = environment.divide_into_replicas(assignment, processes)
-        self.device = select_device(device, process if has_agent else assignment.local_rank)
+        assignment = environment.read_assignment(environ, has_agent=has_agent)
+        processes = assignment.processes
+        self.device = select_device(device, assignment.local_rank)
         if agent_socket is not None and self.device.type == "cuda" and processes is None:
             unused = describe_unused_gpus(torch.cuda.device_count())
             if unused is not None:
@@ -193,7 +188,7 @@ class Replica:
         self.accelerator = environment.read_accelerator(environ) or kind_of(self.device)
         """The type of accelerator, under which measurements are stored."""
         timeout = environment.read_peer_timeout(environ) if has_agent else math.inf
-        own = None if processes is None else ReplicaProcesses(process, processes, self.device)
+        own = None if processes is None else ReplicaProcesses(assignment.process, processes, self.device)
         self.group = ReplicaGroup(assignment, self.device, own, is_elastic=has_agent, peer_timeout=timeout)
         if type(seed) is not int or not -(2**63) <= seed < 2**64:
             raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")

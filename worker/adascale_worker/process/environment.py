@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
@@ -46,8 +46,10 @@ class RankAssignment:
 
     rank: int  # index of the replica, from 0
     replicas: int  # number of replicas (the world size)
-    local_rank: int = 0  # index of the replica on its machine
+    local_rank: int = 0  # index of the process on its machine
     local_replicas: int = 1  # number of replicas on its machine; 1 if unknown
+    process: int = 0  # index of this process in its replica
+    processes: int | None = None  # number of processes of a replica; None if the job does not set it
 
 
 SingleReplicaGain = Literal["divided", "consecutive"]
@@ -156,27 +158,38 @@ def read_service(environ: Mapping[str, str]) -> tuple[MetricsServiceClient, str]
     return client, parse_job_id(job)
 
 
-def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
-    """Return the rank of a trainer without an agent: rank 0 of 1 if torchrun's variables are not set."""
-    return RankAssignment(
-        rank=_read(environ, "RANK", _non_negative_integer, 0),
-        replicas=_read(environ, "WORLD_SIZE", _positive_integer, 1),
-        local_rank=_read(environ, "LOCAL_RANK", _non_negative_integer, 0),
-        local_replicas=_read(environ, "LOCAL_WORLD_SIZE", _positive_integer, 1),
-    )
+def read_assignment(environ: Mapping[str, str], *, has_agent: bool) -> RankAssignment:
+    """Return the rank that the agent expects for its trainer; without an agent, that of torchrun's variables.
 
-
-def read_agent_assignment(environ: Mapping[str, str]) -> RankAssignment:
-    """Return the rank that the agent expects for its trainer."""
-    processes = _read(environ, "WORLD_SIZE", _positive_integer, 1)
-    if processes > 1:
+    Without these either, it is rank 0 of 1.
+    """
+    processes = read_processes(environ)
+    started = _read(environ, "WORLD_SIZE", _positive_integer, 1)
+    if has_agent and started > 1:
         raise EnvironmentVariableError(
-            f"the command of the job starts {processes} processes (WORLD_SIZE is {processes}), but a replica "
-            f"is one process: {ONE_PROCESS}"
+            f"the command of the job starts {started} processes (WORLD_SIZE is {started}), but a replica is "
+            f"one process: {ONE_PROCESS}"
         )
+    if has_agent:
+        process = 0 if processes is None else _read(environ, names.ENV_LOCAL_RANK, _non_negative_integer, 0)
+        rank = _read(environ, names.ENV_RANK, _non_negative_integer, 0)
+        replicas = _read(environ, names.ENV_REPLICAS, _positive_integer, 1)
+        return RankAssignment(rank, replicas, process, process=process, processes=processes)
+    replicas, rest = divmod(started, processes or 1)
+    if rest:
+        raise EnvironmentVariableError(
+            f"WORLD_SIZE is {started}, which is not a multiple of the processes of a replica "
+            f"({names.ENV_PROCESSES_PER_REPLICA}={processes}): start {max(replicas, 1) * (processes or 1)} "
+            "processes"
+        )
+    rank, process = divmod(_read(environ, "RANK", _non_negative_integer, 0), processes or 1)
     return RankAssignment(
-        rank=_read(environ, names.ENV_RANK, _non_negative_integer, 0),
-        replicas=_read(environ, names.ENV_REPLICAS, _positive_integer, 1),
+        rank,
+        replicas,
+        _read(environ, "LOCAL_RANK", _non_negative_integer, 0),
+        _read(environ, "LOCAL_WORLD_SIZE", _positive_integer, 1),
+        process,
+        processes,
     )
 
 
@@ -201,23 +214,6 @@ def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
 def read_processes(environ: Mapping[str, str]) -> int | None:
     """Return the number of processes of a replica; None if it is not set."""
     return _read(environ, names.ENV_PROCESSES_PER_REPLICA, _positive_integer, None)
-
-
-def read_process(environ: Mapping[str, str]) -> int:
-    """Return the index of this process in its replica, from 0, as its agent sets it."""
-    return _read(environ, names.ENV_LOCAL_RANK, _non_negative_integer, 0)
-
-
-def divide_into_replicas(assignment: RankAssignment, processes: int) -> tuple[RankAssignment, int]:
-    """Return the rank of the replica of this process, of several processes each, and the index in it."""
-    replicas, rest = divmod(assignment.replicas, processes)
-    if rest:
-        raise EnvironmentVariableError(
-            f"WORLD_SIZE is {assignment.replicas}, which is not a multiple of the processes of a replica "
-            f"({names.ENV_PROCESSES_PER_REPLICA}={processes}): start {max(replicas, 1) * processes} processes"
-        )
-    rank, process = divmod(assignment.rank, processes)
-    return replace(assignment, rank=rank, replicas=replicas), process
 
 
 def read_replica(environ: Mapping[str, str]) -> int:
