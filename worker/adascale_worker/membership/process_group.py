@@ -2,9 +2,9 @@
 
 A replica of G processes has G lanes: lane j consists of process j of each replica. G is usually 1, and the
 lane is then torch's default process group. Gradients and the state are exchanged over all lanes at the same
-time. Everything else is decided in lane 0, by the leaders, and each leader shares the result with the other
-processes of its replica. So all processes of a replica continue alike after each call, and find out in the
-same call that members are lost: a failure in one process takes effect at the next `settle` or decision.
+time. For all else, each leader shares with the other processes of its replica what it passes to the other
+replicas, or has read of their announcements. So all processes of a replica continue alike after each call,
+and find out in the same call that members are lost: a failure in one takes effect at the next `settle`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.membership import gloo
 from adascale_worker.membership.links import Formation, PeersLostError
-from adascale_worker.membership.replica_processes import (
-    ReplicaProcesses,
-    attempt,
-    gather_values,
-    shared_error,
-)
+from adascale_worker.membership.replica_processes import ReplicaProcesses, gather_values
 from adascale_worker.process.device import gpu_names
 from adascale_worker.process.environment import RankAssignment, listen
 from adascale_worker.torch_private.distributed import (
@@ -485,24 +480,15 @@ class ReplicaGroup:
             self._in_lane(self.wait_for_device)
             self.settle()
 
-    def _decide(self, alone: T, communicate: Callable[[], T]) -> T:
-        """Return what the leader gets from `communicate` with the other leaders, on all processes of this
-        replica; `alone` without other replicas.
+    def _in_all_lanes(self, communicate: Callable[[], T]) -> T:
+        """Return the result of a communication in which all processes of a replica pass the same.
+
+        So each gets the same result in its lane.
         """
-        compute: Callable[[], T] = self._guarded()(communicate) if self.replicas > 1 else lambda: alone
-        if self.processes == 1:
-            return compute()
-        if self._is_lost:
-            raise PeersLostError
-        outcome, error = attempt(compute, [PeersLostError]) if self.own.is_leader else ({}, None)
-        outcome = self.own.share(outcome)
-        if "error" in outcome:
-            error = error or shared_error(outcome["error"], [PeersLostError], _failure_of_leader)
-            if isinstance(error, PeersLostError):
-                self._lose()
-            raise error
-        result: T = outcome["result"]
-        return result
+        results: list[T] = []
+        self._in_lane(lambda: results.append(communicate()))
+        self.settle()
+        return results[0]
 
     # -- communication ------------------------------------------------------------------------------------
 
@@ -511,8 +497,14 @@ class ReplicaGroup:
         return self.gather(value if self.rank == 0 else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`."""
-        return self._decide([value], lambda: gather_values(self.process_group, value, self.device))
+        """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`.
+
+        That of a rank is the value of its leader.
+        """
+        own = self.own.share(value)
+        if self.replicas == 1:
+            return [own]
+        return self._in_all_lanes(lambda: gather_values(self.process_group, own, self.device))
 
     @property
     def transfer_device(self) -> torch.device:
@@ -537,11 +529,11 @@ class ReplicaGroup:
             work.wait()
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return the elementwise sums of all ranks' `numbers`, on all ranks.
+        """Return the elementwise sums of all ranks' `numbers`, those of their leaders, on all ranks.
 
         They are exchanged in the memory of the host, so that no GPU is waited for.
         """
-        tensor = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        tensor = torch.tensor(self.own.share(numbers), dtype=torch.float64, device="cpu")
         self.add_replicas(tensor)
         return tensor.tolist()
 
@@ -554,14 +546,10 @@ class ReplicaGroup:
 
         The sum is the same on all processes of all replicas, bit for bit.
         """
-        numbers = tensor.double().cpu()
-
-        def add() -> list[float]:
-            self._start_all_reduce(numbers).wait()
-            return numbers.tolist()
-
-        total = self._decide(numbers.tolist(), add)
-        tensor.copy_(torch.tensor(total, dtype=torch.float64, device="cpu"))
+        if self.replicas > 1:
+            numbers = tensor.double().cpu()
+            self._in_all_lanes(lambda: self._start_all_reduce(numbers).wait())
+            tensor.copy_(numbers)
 
     def average(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its mean over the lane. It has the same type and shape on all ranks."""
@@ -722,7 +710,3 @@ def exchange_values(store: TCPStore, key: str, rank: int, ranks: int, value: str
     keys = [f"{key}/{each}" for each in range(ranks)]
     store.set(keys[rank], value)
     return [each.decode() for each in store.multi_get(keys)]
-
-
-def _failure_of_leader(message: str) -> RuntimeError:
-    return RuntimeError(f"process 0 of this replica has failed: {message}")
