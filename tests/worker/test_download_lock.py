@@ -12,7 +12,6 @@ import pytest
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.process.download_lock import download_lock
-from support.file_systems import limited_folder
 from support.launch import wait_until
 from support.training import FIXED, MakeTrainer
 
@@ -63,12 +62,8 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         process.communicate()
 
 
-@pytest.mark.parametrize("locks", [True, False])
-def test_one_process_downloads_and_the_others_find_the_files(
-    processes: Processes, tmp_path: Path, locks: bool
-) -> None:
-    environ = {} if locks else limited_folder(processes.folder, tmp_path, locks=False)
-    started = [processes.start(**environ) for _ in range(4)]
+def test_one_process_downloads_and_the_others_find_the_files(processes: Processes) -> None:
+    started = [processes.start() for _ in range(4)]
     assert [process.communicate(timeout=60)[0] for process in started] == ["False 2000\n"] * 4
     (downloader,) = (processes.folder / "log").read_text().splitlines()
     assert int(downloader) in {process.pid for process in started}

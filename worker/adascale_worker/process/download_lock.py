@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from adascale_worker.errors import WorkerError
-
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
 @contextlib.contextmanager
@@ -23,11 +18,11 @@ def download_lock(folder: str | Path) -> Iterator[bool]:
     path = Path(folder).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(path)
+        descriptor = _lock(path / ".adascale-download-lock")
     except OSError as error:
         raise WorkerError(
             f"download_lock() cannot lock the folder {path}: {error.strerror}. Use a folder that can be "
-            "written"
+            "written, on a file system with file locks"
         ) from None
     try:
         # The lock of a process that is killed is released by the kernel, and leaves its id.
@@ -41,18 +36,8 @@ def download_lock(folder: str | Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _locked(path: Path) -> int:
-    """Return the descriptor of a locked file: in the folder, or if it has no file locks, of this machine."""
-    try:
-        return _lock(path / ".adascale-download-lock", path)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    return _lock(Path(tempfile.gettempdir()) / f"adascale-download-{os.getuid()}-{name}", path)
-
-
-def _lock(file: Path, folder: Path) -> int:
+def _lock(file: Path) -> int:
+    """Return the descriptor of a file, once no other process has locked it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         try:
@@ -60,7 +45,7 @@ def _lock(file: Path, folder: Path) -> int:
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             print(
-                f"adascale: waiting for process {holder}, which has locked {folder} by download_lock()",
+                f"adascale: waiting for process {holder}, which has locked {file.parent} by download_lock()",
                 file=sys.stderr,
                 flush=True,
             )
