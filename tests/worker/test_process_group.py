@@ -29,8 +29,13 @@ from adascale_worker.errors import (
 from adascale_worker.loop.generations import SHARED_ERRORS
 from adascale_worker.membership import gloo, process_group
 from adascale_worker.membership.links import Formation, PeersLostError
-from adascale_worker.membership.process_group import ReplicaGroup, backend_of, exchange_values
-from adascale_worker.membership.replica_processes import described_error, shared_error
+from adascale_worker.membership.process_group import (
+    ReplicaGroup,
+    backend_of,
+    described_error,
+    exchange_values,
+    shared_error,
+)
 from adascale_worker.process.device import gpu_names
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.torch_private.distributed import is_lost_peer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adascale_worker.membership.replica_processes import ReplicaProcesses
+from adascale_worker.membership.process_group import ReplicaProcesses
 
 CHECKS = 10
 

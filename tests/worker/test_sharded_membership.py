@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.membership.replica_processes import ReplicaProcesses
+from adascale_worker.membership.process_group import ReplicaGroup, ReplicaProcesses
 from adascale_worker.process.environment import RankAssignment
 from support.launch import PROGRAMS
 from support.members import Members

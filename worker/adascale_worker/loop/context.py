@@ -20,8 +20,7 @@ from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.step_failure import kind_of
 from adascale_worker.membership.links import AgentChannel
-from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.membership.replica_processes import ReplicaProcesses
+from adascale_worker.membership.process_group import ReplicaGroup, ReplicaProcesses
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
 from adascale_worker.process.environment import TrainerSettings, resolve_settings

@@ -56,7 +56,6 @@ _COLLECTIVE_MODULES = (
     "torch.distributed",
     "torch.nn.parallel",
     "adascale_worker.membership.process_group",
-    "adascale_worker.membership.replica_processes",
     "adascale_worker.scaling.statistics",
 )
 """Modules whose functions wait for other replicas. Others that they call, such as a data set, do not."""

@@ -41,7 +41,7 @@ from adascale_worker.errors import (
 from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.context import Context
 from adascale_worker.membership.links import Formation, MembershipLinks, PeersLostError
-from adascale_worker.membership.replica_processes import described_error, shared_error
+from adascale_worker.membership.process_group import described_error, shared_error
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
 from adascale_worker.program.parts import check_optimizer_parameters

@@ -1,10 +1,12 @@
 """The process group of a generation: its formation, communication between ranks, and lost peers.
 
-A replica of G processes has G lanes: lane j consists of process j of each replica. G is usually 1, and the
-lane is then torch's default process group. Gradients and the state are exchanged over all lanes at the same
-time. For all else, each leader shares with the other processes of its replica what it passes to the other
-replicas, or has read of their announcements. So all processes of a replica continue alike after each call,
-and find out in the same call that members are lost: a failure in one takes effect at the next `settle`.
+A replica of G processes, which share one copy of the model and stay the same until it ends, has G lanes: lane
+j consists of process j of each replica. G is usually 1, and the lane is then torch's default process group;
+otherwise that is the group of the processes of the replica, of which process 0 is the leader. Gradients and
+the state are exchanged over all lanes at the same time. For all else, each leader shares with the other
+processes of its replica what it passes to the other replicas, or has read of their announcements. So all
+processes of a replica continue alike after each call, and find out in the same call that members are lost: a
+failure in one takes effect at the next `settle`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import hmac
 import itertools
 import json
 import math
+import os
 import secrets
 import sys
 import threading
@@ -21,17 +24,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.membership import gloo
 from adascale_worker.membership.links import Formation, PeersLostError
-from adascale_worker.membership.replica_processes import ReplicaProcesses, gather_values
 from adascale_worker.process.device import gpu_names
 from adascale_worker.process.environment import RankAssignment, listen
 from adascale_worker.torch_private.distributed import (
@@ -46,6 +51,9 @@ from adascale_worker.torch_private.distributed import (
     reset_group_names,
     set_timeout_of,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -67,6 +75,168 @@ Values = dict[int, Any]
 
 _NUMBERS = itertools.count()
 """Numbers the groups of this process: all replicas make them in the same order."""
+
+
+SMALL = 1024
+"""Bytes of a message that is exchanged in one collective call."""
+_HEADER = 8
+_HOST = torch.device("cpu")
+
+
+def gather_values(group: dist.ProcessGroup, value: Any, device: torch.device = _HOST) -> list[Any]:
+    """Return the values of all processes of a group, in their order, on all of them. A collective call.
+
+    Values consist of what JSON has, so they can't run code.
+    """
+    document = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    message = torch.zeros(SMALL, dtype=torch.uint8)
+    message[:_HEADER] = torch.tensor([len(document)]).view(torch.uint8)
+    message[_HEADER : _HEADER + len(document)] = document[: SMALL - _HEADER]
+    message = message.to(device)
+    messages = [torch.empty_like(message) for _ in range(group.size())]
+    group.allgather([messages], [message]).wait()
+    values = []
+    for process, each in enumerate(messages):
+        length = int(each[:_HEADER].clone().view(torch.int64))
+        received = each[_HEADER : _HEADER + length]
+        if len(received) < length:
+            # A long document is sent on its own.
+            empty = torch.empty(length, dtype=torch.uint8, device=device)
+            received = document.to(device) if process == group.rank() else empty
+            group.broadcast(received, process).wait()
+        values.append(json.loads(received.cpu().numpy().tobytes()))
+    return values
+
+
+def attempt(
+    action: Callable[[], Any], kinds: Sequence[type[Exception]]
+) -> tuple[dict[str, Any], Exception | None]:
+    """Return what processes share of an action, its result or error, and the error itself."""
+    try:
+        return {"result": action()}, None
+    except Exception as error:  # noqa: BLE001 (the other processes wait for it)
+        return {"error": described_error(error, kinds)}, error
+
+
+def described_error(error: Exception, kinds: Sequence[type[Exception]]) -> tuple[str, str]:
+    """Describe an error for other processes. `kinds` are those that they raise alike, subclasses first."""
+    name = next((kind.__name__ for kind in kinds if isinstance(error, kind)), "")
+    return name, str(error) if name else f"{type(error).__name__}: {error}"
+
+
+def shared_error(
+    described: Sequence[str], kinds: Sequence[type[Exception]], otherwise: Callable[[str], Exception]
+) -> Exception:
+    """Return the error that `described_error` has described; `otherwise` makes one of another kind."""
+    name, message = described
+    return next((kind for kind in kinds if kind.__name__ == name), otherwise)(message)
+
+
+class ReplicaProcesses:
+    """The processes of one replica.
+
+    All of them call the methods in the same order.
+    """
+
+    def __init__(self, rank: int, count: int, device: torch.device) -> None:
+        self.rank = rank
+        self.count = count
+        self._device = device
+        self._is_formed = False
+        self.beside: dist.ProcessGroup | None = None
+        """The group for threads beside the main one; None with one process."""
+        self._signs: list[Path] = []
+        """A file of each process, whose time of modification it changes; none if nobody looks at them."""
+        self._seen: dict[int, tuple[int, int]] = {}
+        """When the file of a process has changed, and in how many checks it has not since, by process."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is process 0, which communicates for its replica."""
+        return self.rank == 0
+
+    def form(self, store: Any, backend: str, timeout: timedelta) -> None:
+        """Initialize torch's default process group."""
+        init_default_group(backend, self._device, timeout, store=store, rank=self.rank, world_size=self.count)
+        self._is_formed = True
+        if self.count > 1:
+            own = dist.PrefixStore("beside", store)  # type: ignore[attr-defined]
+            self.beside = process_group_beside(own, self.rank, self.count, _HOST, timeout, share_a_gpu=False)
+            set_timeout_of(self.beside, MEMBER_TIMEOUT)
+
+    def show_signs(self, path: str) -> None:
+        """Show the other processes from now on, until `close`, that this one is not frozen."""
+        self._signs = [Path(f"{path}-{index}") for index in range(self.count)]
+        self._signs[self.rank].touch()
+
+    def find_frozen(self, checks: int) -> int | None:
+        """Show a sign of life, and return a process that has shown none in more than `checks` calls of this.
+
+        No duration is measured, because time passes also while this process is frozen.
+        """
+        signs = self._signs
+        # The file is missing if the agent has ended, or this process ends.
+        with contextlib.suppress(OSError):
+            for own in signs[self.rank : self.rank + 1]:
+                os.utime(own)
+        for other, file in enumerate(signs):
+            try:
+                changed = file.stat().st_mtime_ns
+            except OSError:
+                self._seen.pop(other, None)  # That process has not begun, or has stopped.
+                continue
+            before, unchanged = self._seen.get(other, (changed, 0))
+            self._seen[other] = changed, unchanged + 1 if changed == before else 0
+            if other != self.rank and self._seen[other][1] > checks:
+                return other
+        return None
+
+    def close(self) -> None:
+        """Destroy torch's default process group, if `form` has made it. May be called again."""
+        signs, self._signs = self._signs, []
+        for own in signs[self.rank : self.rank + 1]:
+            own.unlink(missing_ok=True)
+        was_formed, self._is_formed, self.beside = self._is_formed, False, None
+        if was_formed and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh of these processes: shape (G,), with the dimension "shard"."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(self._device.type, (self.count,), mesh_dim_names=("shard",))
+
+    def share(self, value: Any) -> Any:
+        """Return the leader's `value` on all processes. It consists of what JSON has."""
+        return self.exchange(value if self.is_leader else None)[0]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in their order. They consist of what JSON has."""
+        if self.count == 1:
+            return [value]
+        group = dist.group.WORLD
+        assert group is not None, "form is called first"
+        return gather_values(group, value)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is true in one of the processes."""
+        return self.sum([float(flag)])[0] > 0.0
+
+    def all(self, flag: bool) -> bool:
+        """Return whether `flag` is true in all of the processes."""
+        return not self.any(not flag)
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Return the elementwise sums of the processes' `numbers`, which are exchanged on the host."""
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        self.add(tensor)
+        return tensor.tolist()
+
+    def add(self, tensor: Tensor) -> None:
+        """Replace a tensor by the sum over the processes."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
 
 
 class ReplicaGroup:
@@ -513,12 +683,12 @@ class ReplicaGroup:
         on_host = self.device.type == "cpu" or self._share_a_gpu or f"{self.device.type}:gloo" in backends
         return torch.device("cpu") if on_host else self.device
 
-    def send(self, tensor: torch.Tensor, target: int) -> dist.Work:
+    def send(self, tensor: Tensor, target: int) -> dist.Work:
         """Start to send `tensor` to rank `target`, which calls `receive`. Not a collective call."""
         with self._guarded():
             return self.process_group.send([tensor], target, 0)
 
-    def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
+    def receive(self, tensor: Tensor, source: int) -> dist.Work:
         """Start to receive what rank `source` sends next into `tensor`. Not a collective call."""
         with self._guarded():
             return self.process_group.recv([tensor], source, 0)
@@ -537,11 +707,11 @@ class ReplicaGroup:
         self.add_replicas(tensor)
         return tensor.tolist()
 
-    def add_shards(self, tensor: torch.Tensor) -> None:
+    def add_shards(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over the processes of this replica."""
         self.own.add(tensor)
 
-    def add_replicas(self, tensor: torch.Tensor) -> None:
+    def add_replicas(self, tensor: Tensor) -> None:
         """Replace a tensor, the same on all processes of a replica, by its sum over the replicas.
 
         The sum is the same on all processes of all replicas, bit for bit.
@@ -551,13 +721,13 @@ class ReplicaGroup:
             self._in_all_lanes(lambda: self._start_all_reduce(numbers).wait())
             tensor.copy_(numbers)
 
-    def average(self, tensor: torch.Tensor) -> None:
+    def average(self, tensor: Tensor) -> None:
         """Replace a tensor by its mean over the lane. It has the same type and shape on all ranks."""
         if self.replicas > 1:
             self.finish_sums([self.start_sum(tensor)])
             tensor.div_(self.replicas)
 
-    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+    def start_sum(self, tensor: Tensor) -> dist.Work | None:
         """Start to replace a tensor by its sum over the lane, and return what `finish_sums` waits for."""
         works: list[dist.Work] = []
         self._in_lane(lambda: works.append(self._start_all_reduce(tensor)))
@@ -567,7 +737,7 @@ class ReplicaGroup:
         """Wait for sums over the lane."""
         self._in_lane(lambda: [work.wait() for work in works if work is not None])
 
-    def copy_from_rank_0(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
         """Replace `tensors` by those of the same process of rank 0. Each has the same type and shape."""
 
         def copy() -> None:
@@ -583,7 +753,7 @@ class ReplicaGroup:
             self._in_lane(copy)
             self.settle()
 
-    def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the elementwise least and greatest of the lane's `values`, on all ranks, on the host."""
         both = torch.cat([-values, values]).cpu()
         if self.replicas > 1:
@@ -677,9 +847,7 @@ class ReplicaGroup:
     def _key(self, event: str, rank: int) -> str:
         return f"adascale/{self._number}/{event}/{rank}"
 
-    def _start_all_reduce(
-        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> dist.Work:
+    def _start_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work:
         return self.process_group.allreduce([tensor], op)
 
 

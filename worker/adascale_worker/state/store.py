@@ -53,7 +53,7 @@ from adascale_worker.errors import (
     UnusableCheckpointError,
     WorkerError,
 )
-from adascale_worker.membership.replica_processes import attempt, gather_values, shared_error
+from adascale_worker.membership.process_group import attempt, gather_values, shared_error
 from adascale_worker.process.snapshot_place import StateNumber
 from adascale_worker.state.file import DamagedError, Shards, Snapshot, read_manifest, read_state
 
