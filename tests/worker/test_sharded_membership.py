@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -69,38 +68,6 @@ def test_a_killed_or_frozen_process_costs_no_step_and_no_bit(
 
 
 HOST = torch.device("cpu")
-
-
-class SharedValues(ReplicaProcesses):
-    """One of two processes; the other one reads what the leader has shared later."""
-
-    def __init__(self, rank: int, values: deque[Any]) -> None:
-        super().__init__(rank, 2, HOST)
-        self.values = values
-
-    def share(self, value: Any) -> Any:
-        if self.is_leader:
-            self.values.append(value)
-            return value
-        return self.values.popleft()
-
-
-def test_all_processes_of_a_replica_fail_when_the_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    values: deque[Any] = deque()
-    assignment = RankAssignment(0, 2)
-    leader, other = (ReplicaGroup(assignment, HOST, SharedValues(rank, values)) for rank in (0, 1))
-
-    def fail(_group: ReplicaGroup, _tensor: torch.Tensor) -> None:
-        raise RuntimeError("[gloo] Timed out waiting 300000ms for recv")
-
-    monkeypatch.setattr(ReplicaGroup, "_start_all_reduce", fail)
-    with pytest.raises(RuntimeError, match=r"^\[gloo\] Timed out"):
-        leader.sum([1.0])
-    with pytest.raises(
-        RuntimeError, match=r"^process 0 of this replica .*: RuntimeError: \[gloo\] Timed out"
-    ):
-        other.sum([1.0])
-    assert not values
 
 
 def test_a_thread_beside_the_main_one_reads_what_others_have_announced() -> None:
