@@ -358,8 +358,8 @@ class ElasticTrainer:
     def mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas, such as a metric of the present micro-batch.
 
-        A collective call: all replicas make it, at the same place in their data loops. If a replica is lost
-        meanwhile, the others get their own values, and the present step is discarded.
+        A collective call, at the same place in all data loops. If a replica is lost meanwhile, the others get
+        their own values, and the present step is discarded.
 
         Args:
             value: of the same shape on all replicas.
@@ -378,8 +378,8 @@ class ElasticTrainer:
             sums = trainer.sum_over_replicas(loss=loss_sum, samples=samples)
             mean = sums["loss"] / sums["samples"]
 
-        For logging, and for decisions that all replicas have to make alike. Call it on all replicas at the
-        same place. It is no collective call: a replica that is lost meanwhile is left out.
+        For logging, and for decisions that all replicas make alike. Call it on all replicas at the same
+        place. It is no collective call: a replica that is lost meanwhile is left out.
 
         Args:
             values: numbers of this replica, by name.
@@ -403,8 +403,8 @@ class ElasticTrainer:
     def log(self, **metrics: torch.Tensor | float) -> None:
         """Log values of a micro-batch, for the next report to the metrics service.
 
-        A report has the mean of each metric since the last report on rank 0, or its last mean if it was not
-        logged since. `loss` is also on the progress bar. Does not synchronize with the device.
+        A report has the mean of each metric since the last report on rank 0, or its last mean. `loss` is also
+        on the progress bar. Does not synchronize with the device.
 
         Args:
             metrics: numbers, or tensors of any shape, whose mean is taken, by name: at most 16, the loss
@@ -433,8 +433,7 @@ class ElasticTrainer:
 
         Whenever rank 0 logs a better value than ever before in this job, it copies the model's weights, and
         writes the copy in the background to `best-<step>-<id>.safetensors` in the folder of the checkpoints.
-        Log the metric once it is computed, such as once per epoch; the loss of one batch is noise. Reading
-        the value of a tensor waits for its device.
+        Log the metric about once per epoch: reading the value of a tensor waits for its device.
 
         Args:
             metric: the name under which the program logs it.
@@ -485,8 +484,8 @@ class ElasticTrainer:
                 dataset = CIFAR10("data", download=True)
 
         The first replica that enters downloads the files. Each of the others waits, and finds them. The lock
-        is a file in the folder, for all processes that share the folder: the replicas of one machine, and on
-        a network file system with file locks those of others. If a process ends inside, the next one enters.
+        is a file in the folder, for all processes that share it, also on a network file system with file
+        locks. If a process ends inside, the next one enters.
 
         Args:
             folder: is created if it does not exist.
@@ -767,9 +766,9 @@ class ElasticTrainer:
                 evaluation.add(correct=(model(x).argmax(1) == y).sum())
             accuracy = evaluation.means["correct"]
 
-        Each batch of `batch_size` samples, the last of which may be smaller, is delivered to one replica. The
-        results are those of the whole data set, on all replicas. If a replica is lost meanwhile, or does not
-        evaluate, each of the others also gets its batches.
+        Each batch of `batch_size` samples, the last of which may be smaller, is delivered to one replica; if
+        that is lost meanwhile, or does not evaluate, to each of the others. The results are those of the
+        whole data set, on all replicas.
 
         Args:
             dataset: has a length and items by index.
@@ -815,8 +814,8 @@ class ElasticTrainer:
 
         If the program leaves the data loop before its end, all replicas have to leave it after the same step.
 
-        Chooses the local batch size again, from the gain and the measured step times, and saves the end of
-        training when all scale-invariant steps or epochs are done.
+        Chooses the local batch size again, and saves the end of training when all scale-invariant steps or
+        epochs are done.
 
         Args:
             epoch: number of the current epoch, from 0.
@@ -831,11 +830,10 @@ class ElasticTrainer:
     def finish(self, reason: str) -> None:
         """End training before all requested steps or epochs are done, for example because of early stopping.
 
-        Saves the end of training. With one replica, `trainer.finished` is true at once, and the data loop
-        ends. With several, any of them may call this: after the next step `trainer.finished` is true, and the
-        data loop ends, on all replicas. A program that leaves its loop at once has to call `finish` on all
-        replicas after the same step; if only some have called it when the program ends, it fails. If a
-        replica has several processes, all of them call it.
+        Saves the end of training. `trainer.finished` is then true, and the data loop ends: on one replica at
+        once, on several after the next step, if any of them has called this. A program that leaves its loop
+        at once has to call it on all replicas after the same step, or else fails. If a replica has several
+        processes, all of them call it.
 
         Args:
             reason: shown in the result of the job.
