@@ -93,46 +93,6 @@ def refuse_unsupported(arguments: Mapping[str, Any], environ: Mapping[str, str])
             )
 
 
-class AccelerateStates:
-    """Sets the rank and the number of replicas in Accelerate's states."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._set: tuple[int, int] | None = None
-        self._is_alone = False
-        for state in self._states():
-            state.device = device
-
-    @staticmethod
-    def _states() -> list[Any]:
-        # AcceleratorState has copies of the values of PartialState.
-        return [PartialState(), AcceleratorState()]
-
-    def set(self, rank: int, replicas: int) -> None:
-        """Set the rank, and the number of replicas; 1 before training has begun."""
-        if self._is_alone or self._set == (rank, replicas):
-            return
-        self._set = rank, replicas
-        together = DistributedType.MULTI_GPU if self._device.type == "cuda" else DistributedType.MULTI_CPU
-        for state in self._states():
-            state.num_processes, state.process_index, state.local_process_index = replicas, rank, rank
-            state.distributed_type = together if replicas > 1 else DistributedType.NO
-            state.backend = torch.distributed.get_backend() if replicas > 1 else None
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let Accelerate run as if alone, to write files on this replica without the others."""
-        before = self._set
-        self.set(0, 1)
-        self._is_alone = True
-        try:
-            yield
-        finally:
-            self._is_alone = False
-            if before is not None:
-                self.set(*before)
-
-
 class ElasticDataLoader(ElasticLoader):
     """Iterates over the batches that the trainer delivers to this replica.
 
@@ -220,7 +180,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             super().__init__(**{**options, "cpu": self.trainer.device.type == "cpu"})
         finally:
             os.environ.update(hidden)
-        self._replica_state = AccelerateStates(self.trainer.device)
+        for state in _states():
+            state.device = self.trainer.device
+        self._known_replicas: tuple[int, int] | None = None
+        """The rank and the number of replicas that Accelerate knows."""
         self._trained_models: list[torch.nn.Module] = []
         self._has_entered = False
         self._is_in_epochs = False
@@ -230,18 +193,43 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Whether `optimizer.step()` was called for that batch."""
         self._evaluation: Evaluation | None = None
         self._tracker_arguments: tuple[Any, ...] | None = None
+        self._is_alone = False
+        """Whether Accelerate runs as if alone."""
         self._follow_replicas()
 
     # -- the replicas -----------------------------------------------------------------------------------
 
     def _follow_replicas(self) -> None:
         """Let Accelerate know the rank and the number of replicas, which may change between two batches."""
-        self._replica_state.set(self.trainer.rank, self.trainer.replicas if self._has_entered else 1)
+        if not self._is_alone:
+            self._set_replicas(self.trainer.rank, self.trainer.replicas if self._has_entered else 1)
+
+    def _set_replicas(self, rank: int, replicas: int) -> None:
+        if self._known_replicas == (rank, replicas):
+            return
+        self._known_replicas = rank, replicas
+        is_on_gpu = self.trainer.device.type == "cuda"
+        together = DistributedType.MULTI_GPU if is_on_gpu else DistributedType.MULTI_CPU
+        for state in _states():
+            state.num_processes, state.process_index, state.local_process_index = replicas, rank, rank
+            state.distributed_type = together if replicas > 1 else DistributedType.NO
+            state.backend = torch.distributed.get_backend() if replicas > 1 else None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let Accelerate run as if alone, to write files on this replica without the others."""
+        self._set_replicas(0, 1)
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+            self._follow_replicas()
 
     @property
     def state(self) -> Any:
         """Accelerate's state, with the present rank and number of replicas; 1 before `epochs`."""
-        if hasattr(self, "_replica_state"):
+        if hasattr(self, "_is_alone"):
             self._follow_replicas()
         return self._state
 
@@ -292,7 +280,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Place a model on the device, with mixed precision. `epochs` makes it data-parallel in place."""
         if not evaluation_mode:
             self._require_before_epochs("prepare() got a model")
-        with self._replica_state.alone():
+        with self._alone():
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode and not any(model is known for known in self._trained_models):
             self._trained_models.append(model)
@@ -641,7 +629,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if configuration.automatic_checkpoint_naming:
             folder = Path(self.project_dir) / "checkpoints" / f"checkpoint_{configuration.iteration}"
             shutil.rmtree(folder, ignore_errors=True)
-        with self._replica_state.alone():
+        with self._alone():
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
     def load_state(
@@ -654,7 +642,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """
         self._enter()
         if self.trainer.finished:
-            with self._replica_state.alone():
+            with self._alone():
                 super().load_state(input_dir, load_kwargs, **options)
             return
         if self.trainer.steps > 0 and not self._is_in_epochs:
@@ -703,7 +691,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     def _start_trackers(self) -> None:
         if self._tracker_arguments is not None and not self.trackers:
-            with self._replica_state.alone():
+            with self._alone():
                 super().init_trackers(*self._tracker_arguments)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -719,14 +707,19 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if not self.is_main_process:
             return
         self._start_trackers()
-        with self._replica_state.alone():
+        with self._alone():
             super().log(values, int(self.trainer.progress) if step is None else step, log_kwargs or {})
 
     def end_training(self) -> None:
         """End the trackers' runs. The trainer ends the process group with the process."""
-        with self._replica_state.alone():
+        with self._alone():
             for tracker in self.trackers:
                 tracker.finish()
+
+
+def _states() -> list[Any]:
+    """Return Accelerate's states: `AcceleratorState` has copies of the values of `PartialState`."""
+    return [PartialState(), AcceleratorState()]
 
 
 class _SaveIteration:

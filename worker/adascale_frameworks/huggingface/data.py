@@ -18,10 +18,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from adascale_frameworks.common import options_of, order_of
+from adascale_worker.batches.order import OrderFunction
 from adascale_worker.trainer import ElasticTrainer
-
-Order = Callable[[int, int], Any]
-"""A function of the number of the pass and a seed, see `ElasticTrainer.dataloader`."""
 
 
 class TrainingData:
@@ -34,7 +32,7 @@ class TrainingData:
         self,
         elastic: ElasticTrainer,
         source: DataLoader[Any],
-        order: Order | None,
+        order: OrderFunction | None,
         batch_size: int,
         *,
         pin_memory: bool,
@@ -85,7 +83,9 @@ class TrainingData:
             close()
 
 
-def options_for_training(source: DataLoader[Any], order: Order | None, *, pin_memory: bool) -> dict[str, Any]:
+def options_for_training(
+    source: DataLoader[Any], order: OrderFunction | None, *, pin_memory: bool
+) -> dict[str, Any]:
     """Return the arguments for `ElasticTrainer.dataloader` that load what a data loader would."""
     options = options_of(source)
     initialize = source.worker_init_fn

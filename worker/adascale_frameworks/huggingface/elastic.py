@@ -16,8 +16,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from adascale_core.names import ENV_AGENT_SOCKET
 from adascale_frameworks.common import ReportedValues, TrainerOptions, hide_launcher
-from adascale_frameworks.huggingface.data import DividedEvaluation, Order, TrainingData
+from adascale_frameworks.huggingface.data import DividedEvaluation, TrainingData
 from adascale_frameworks.huggingface.run import TrainingRun
+from adascale_worker.batches.order import OrderFunction
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.process import environment
 from adascale_worker.program.hyperparameters import Choice
@@ -40,7 +41,7 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
 
     elastic: ElasticTrainer
     _elastic_run: TrainingRun
-    _elastic_order: Order | None
+    _elastic_order: OrderFunction | None
     _elastic_batch_size: int
     preprocess_logits_for_metrics: Any
 
@@ -391,7 +392,7 @@ def elastic(
     trainer: T,
     *,
     batch_size: int | None = None,
-    order: Order | None = None,
+    order: OrderFunction | None = None,
     hyperparameters: Choice = "checkpoint",
     **options: Unpack[TrainerOptions],
 ) -> T:

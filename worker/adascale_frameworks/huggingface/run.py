@@ -24,9 +24,6 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.program.hyperparameters import Choice
 from adascale_worker.trainer import ElasticTrainer
 
-STATE_NAME = "huggingface"
-"""The name under which the state is registered with `program_reentry`."""
-
 
 class LossSums:
     """The mean loss of the steps since the last log and since the beginning, weighted as the gradient is.
@@ -110,54 +107,6 @@ _OF_THIS_REPLICA = frozenset({"is_local_process_zero", "is_world_process_zero", 
 """Attributes of `TrainerState` that are not restored."""
 
 
-class FrameworkState:
-    """Saves and restores the state of a `Trainer` and its callbacks, with `program_reentry`.
-
-    Callbacks have state if they are an `ExportableState`, as early stopping is, or have `state_dict` and
-    `load_state_dict`.
-    """
-
-    def __init__(self, trainer: Any, losses: LossSums) -> None:
-        self._trainer = trainer
-        self._losses = losses
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, without what belongs to this replica."""
-        trainer_state = asdict(self._trainer.state)
-        return {
-            "trainer": {name: value for name, value in trainer_state.items() if name not in _OF_THIS_REPLICA},
-            "last_logged": self._trainer._globalstep_last_logged,
-            "losses": self._losses.state_dict(),
-            "callbacks": [[type(each).__name__, _state_of(each)] for each in self._stateful()],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state."""
-        callbacks = self._stateful()
-        names = [type(each).__name__ for each in callbacks]
-        saved = [name for name, _ in state["callbacks"]]
-        if names != saved:
-            raise ValueError(
-                f"the callbacks with state are {', '.join(names) or 'none'}, and were "
-                f"{', '.join(saved) or 'none'}"
-            )
-        known = {field.name for field in fields(TrainerState)}
-        for name, value in state["trainer"].items():
-            if name in known:
-                setattr(self._trainer.state, name, value)
-        self._trainer._globalstep_last_logged = state["last_logged"]
-        self._losses.load_state_dict(state["losses"])
-        for callback, (_, callback_state) in zip(callbacks, state["callbacks"], strict=True):
-            _restore(callback, callback_state)
-
-    def _stateful(self) -> list[TrainerCallback]:
-        return [
-            each
-            for each in self._trainer.callback_handler.callbacks
-            if isinstance(each, ExportableState) or _has_state_dict(each)
-        ]
-
-
 def _has_state_dict(callback: object) -> bool:
     return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
 
@@ -215,7 +164,7 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
             trainer.model,
             optimizer,
             trainer.lr_scheduler,
-            register={STATE_NAME: FrameworkState(trainer, self.losses)},
+            register={"huggingface": self},
             hyperparameters=self._hyperparameters,
         )
         self.is_entered = True
@@ -225,6 +174,42 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
         self._progress = self.elastic.progress
         self._tokens = trainer.state.num_input_tokens_seen
         self.follow_rank()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the trainer and its callbacks, without what belongs to this replica.
+
+        Callbacks have state if they are an `ExportableState`, as early stopping is, or have `state_dict` and
+        `load_state_dict`.
+        """
+        trainer_state = asdict(self._trainer.state)
+        return {
+            "trainer": {name: value for name, value in trainer_state.items() if name not in _OF_THIS_REPLICA},
+            "last_logged": self._trainer._globalstep_last_logged,
+            "losses": self.losses.state_dict(),
+            "callbacks": [[type(each).__name__, _state_of(each)] for each in self._stateful()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state."""
+        callbacks = self._stateful()
+        names = [type(each).__name__ for each in callbacks]
+        saved = [name for name, _ in state["callbacks"]]
+        if names != saved:
+            raise ValueError(
+                f"the callbacks with state are {', '.join(names) or 'none'}, and were "
+                f"{', '.join(saved) or 'none'}"
+            )
+        known = {field.name for field in fields(TrainerState)}
+        for name, value in state["trainer"].items():
+            if name in known:
+                setattr(self._trainer.state, name, value)
+        self._trainer._globalstep_last_logged = state["last_logged"]
+        self.losses.load_state_dict(state["losses"])
+        for callback, (_, callback_state) in zip(callbacks, state["callbacks"], strict=True):
+            _restore(callback, callback_state)
+
+    def _stateful(self) -> list[TrainerCallback]:
+        return [each for each in self.callbacks if isinstance(each, ExportableState) or _has_state_dict(each)]
 
     # -- steps ------------------------------------------------------------------------------------------
 
