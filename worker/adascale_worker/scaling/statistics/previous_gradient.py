@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.scaling.statistics.metric import Metric
-from adascale_worker.scaling.statistics.norms import (
-    are_read_together,
-    batches,
-    copied,
-    divided_like,
-    inner_products,
-    local_shard,
-)
-from adascale_worker.torch_private.autograd import flatten_together
+from adascale_worker.scaling.statistics.norms import copied, inner_products, local_shard
 
 Parameters = Sequence[Sequence[Tensor]]
 """Parameters by parameter group."""
@@ -57,8 +49,8 @@ class PreviousGradient:
 
     def copy_from(self, parameters: Parameters, *, step_number: int) -> None:
         """Copy the gradients of `parameters`, into the memory of the previous copy where it fits."""
-        if are_read_together([parameter for group in parameters for parameter in group]):
-            # The old copy is not used again, so its memory is free for the new one.
+        if self._metric.defined_groups() is not None:
+            # Divided gradients have memory of their own, before which that of the old copy is free.
             self._gradients = None
         old = self._gradients or []
         gradients: list[list[Tensor | None]] = []
@@ -138,17 +130,10 @@ class PreviousGradient:
 def _copies(
     gradients: Sequence[Tensor], sources: Sequence[Tensor], memory: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return copies of gradients that were made from `sources`, into `memory` where they fit."""
-    if all(gradient is not source for gradient, source in zip(gradients, sources, strict=True)):
-        return list(gradients)  # They are copies already.
-    copies: list[Tensor] = []
-    if are_read_together(gradients):
-        # Memory of a GPU costs nothing to map, so it is not used again.
-        kinds = [(gradient.dtype, gradient.device) for gradient in gradients]
-        for batch in batches([gradient.numel() for gradient in gradients], kinds):
-            originals = [gradients[n] for n in batch]
-            copies += divided_like(flatten_together(originals), originals)
-        return copies
-    for gradient, source, held in zip(gradients, sources, memory, strict=True):
-        copies.append(copied(gradient, None if held is None or held.is_set_to(source) else held))
-    return copies
+    """Return copies of what is in `sources`, in `memory` where they fit, and the other gradients."""
+    return [
+        gradient
+        if gradient is not source
+        else copied(gradient, None if held is None or held.is_set_to(source) else held)
+        for gradient, source, held in zip(gradients, sources, memory, strict=True)
+    ]
