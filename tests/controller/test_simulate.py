@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -132,35 +130,6 @@ def test_the_same_seed_gives_the_same_results(files: Path) -> None:
     first = run(files, *arguments, "--seed", "3")
     assert first == run(files, *arguments, "--seed", "3")
     assert first != run(files, *arguments, "--seed", "4")
-
-
-@pytest.mark.slow
-def test_the_work_of_a_simulation_grows_with_its_jobs_and_hardly_with_its_nodes(tmp_path: Path) -> None:
-    """A job costs the same in a long workload, and a node that nothing happens on costs next to nothing."""
-    write_profiles(tmp_path / "profiles")
-
-    def calls(jobs: int, nodes: int) -> int:
-        write_workload(tmp_path / "workload.csv", jobs, gap=400)
-        submissions = read_workload(tmp_path / "workload.csv", tmp_path / "profiles")
-        settings, random, number = SimulationSettings([4] * nodes), Random(0), 0
-
-        def count(frame: FrameType, event: str, argument: object) -> None:
-            nonlocal number
-            number += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
-            Results.of(
-                simulate(submissions, AdaScalePolicy(), settings, lambda: random.lognormvariate(0, 0.04)),
-                settings,
-            )
-        finally:
-            sys.setprofile(None)
-        return number
-
-    few = calls(16, 16)
-    assert calls(64, 16) < 4.2 * few
-    assert calls(16, 400) < 1.5 * few
 
 
 def test_a_change_is_prepared_while_training_continues(files: Path) -> None:

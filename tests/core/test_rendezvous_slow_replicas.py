@@ -141,14 +141,6 @@ def test_a_replica_that_was_slow_takes_the_place_of_no_slow_member_while_it_is_k
     assert (active(state), places(state)) == ((3, [0, 3, 1]), [2])
 
 
-def test_another_spare_takes_the_next_place_after_a_pause() -> None:
-    state = settled(after_report(with_spares(3, 2), 0))
-    assert after_report(state, 1, NOW + MIN_PAUSE - 1.0) == state
-    state = settled(after_report(state, 1, NOW + MIN_PAUSE))
-    assert (active(state), places(state)) == ((3, [2, 3, 4]), [0, 1])
-    assert after_report(state, 2, NOW + 100.0) == state, "all spares were slow"
-
-
 @pytest.mark.parametrize(
     ("events", "members"),
     [

@@ -55,13 +55,13 @@ def write_profiles(folder: Path, types: Mapping[str, float] = MappingProxyType({
             )
 
 
-def write_workload(path: Path, jobs: int = 8, gap: int = 200) -> None:
-    """Write a workload of small and large jobs."""
+def write_workload(path: Path) -> None:
+    """Write a workload of eight small and large jobs."""
     write(
         path,
         ("name", "time", "application", "num_replicas", "batch_size"),
         [
-            (f"job-{i}", 10 + gap * i, "large" if i % 4 == 0 else "small", 4 if i % 4 == 0 else 2, 128)
-            for i in range(jobs)
+            (f"job-{i}", 10 + 200 * i, "large" if i % 4 == 0 else "small", 4 if i % 4 == 0 else 2, 128)
+            for i in range(8)
         ],
     )
