@@ -119,13 +119,6 @@ def test_a_parameter_group_that_is_added_later_is_refused(make_trainer: MakeTrai
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-@pytest.mark.slow
-def test_parameters_that_are_not_trained_are_warned_of() -> None:
-    output = require_trained(run("a part is not optimized"))
-    message = "parameter 'parts.other.weight' and 1 more of the model requires gradients, but is not in the"
-    assert output.count(f"RuntimeWarning: {message}") == 1, output
-
-
 def messages(output: str) -> list[str]:
     """Return the messages of ours, except that a replica is slow, as one can be beside other programs."""
     return [

@@ -17,7 +17,7 @@ from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.errors import CheckpointError
 from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.state.file import Snapshot
-from adascale_worker.state.state import NoSnapshotMemoryError, SnapshotMemory
+from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 from support.fast_python import Program
 from support.launch import wait_until
@@ -177,9 +177,7 @@ def test_memory_for_two_copies_is_taken_only_if_it_is_a_quarter_of_what_is_left(
     state = {"weights": torch.ones(MIB)}
     left = [32.0 * MIB, 33.0 * MIB]
     memory = SnapshotMemory(paths, lambda: left[0])
-    with pytest.raises(
-        NoSnapshotMemoryError, match=r"two copies need 32 MiB of free memory, .* 32 MiB are left"
-    ):
+    with pytest.raises(CheckpointError, match=r"two copies need 32 MiB of free memory, .* 32 MiB are left"):
         memory.save(state, INFO, {})
     assert memory.newest() is None
     left.pop(0)
@@ -188,12 +186,12 @@ def test_memory_for_two_copies_is_taken_only_if_it_is_a_quarter_of_what_is_left(
     left[0] = 0.5 * MIB  # a tenth of the state has to be left when both copies are there
     memory.save(state, INFO, {})
     left[0] = 0.3 * MIB
-    with pytest.raises(NoSnapshotMemoryError):
+    with pytest.raises(CheckpointError):
         memory.save(state, INFO, {})
 
 
 def test_the_files_of_another_container_are_refused() -> None:
-    with pytest.raises(NoSnapshotMemoryError, match="runs in another container or as another user"):
+    with pytest.raises(CheckpointError, match="runs in another container or as another user"):
         SnapshotMemory(["/proc/1/fd/987654321"])
 
 
@@ -202,7 +200,7 @@ def test_a_file_that_an_agent_has_not_made_is_refused_and_not_changed(tmp_path: 
     (tmp_path / "foreign").write_text("content")
     with (
         (tmp_path / "foreign").open("rb+") as file,
-        pytest.raises(NoSnapshotMemoryError, match="is not the memory of the agent"),
+        pytest.raises(CheckpointError, match="is not the memory of the agent"),
     ):
         SnapshotMemory([f"/proc/{os.getpid()}/fd/{file.fileno()}"])
     assert (tmp_path / "foreign").read_text() == "content"

@@ -185,7 +185,6 @@ def test_data_of_another_kind_are_an_error_also_after_a_checkpoint(
         (Numbers(9), {"lengths": [1]}, "got lengths=, which needs items by index"),
         (Numbers(9), {"batch_size": 4}, "got batch_size, but the trainer chooses the batches"),
         (Numbers(9), {"shuffle_buffer": -1}, "got shuffle_buffer=-1: it must be an integer of at least 0"),
-        (Numbers(9), {"map": 3}, "got map= of type int: it must be a function"),
         (Numbers(9), {"in_order": False}, "got in_order=False, which changes the order"),
         (list, {"shards": 0}, "got shards=0: it must be an integer of at least 1"),
         (

@@ -64,8 +64,6 @@ optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, m
 outside = nn.Parameter(torch.zeros(2))
 if loop == "parameter outside the model":
     optimizer.add_param_group({"params": [outside]})
-if loop == "a part is not optimized":
-    model.parts["other"] = nn.Linear(6, 2)
 if loop == "begins with other parameters on one rank" and trainer.rank == 1:
     model.parts["head"].weight.requires_grad_(False)
 if loop.startswith("unfreezes"):

@@ -9,6 +9,7 @@ vary by themselves are not compared.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -53,7 +54,7 @@ def fingerprint(record: object) -> int:
     Of large arrays, a part counts. Of an object whose contents are unknown, such as an open file, the type
     counts only.
     """
-    return _Fingerprint().of(record)
+    return _Digest(is_exact=True).of(record)
 
 
 def summary(sample: object) -> Summary | None:
@@ -62,7 +63,7 @@ def summary(sample: object) -> Summary | None:
     As `fingerprint`, but arrays may differ as by rounding on another device, and of an absolute path the
     name counts only.
     """
-    found = _Summary()
+    found = _Digest(is_exact=False)
     with suppress(Exception):
         # What an object does when its contents are read is not known.
         return [found.of(sample), *found.arrays]
@@ -83,25 +84,38 @@ def agree(one: Summary, other: Summary) -> bool:
 # Python's `hash` and `pickle` differ between processes for equal values, such as sets of strings.
 
 
-class _Fingerprint:
-    """Adds the contents of a record to a digest."""
+class _Digest:
+    """Adds the contents of a record to a digest.
 
-    def __init__(self) -> None:
+    If not `is_exact`, arrays and numbers may differ as by rounding on another device: their projections are
+    in `arrays`, and they are not in the digest.
+    """
+
+    def __init__(self, *, is_exact: bool) -> None:
         self._digest = blake2b(digest_size=8)
-        self.update: Callable[[bytes], None] = self._digest.update
+        self._update: Callable[[bytes], None] = self._digest.update
+        self._is_exact = is_exact
+        self._left = math.inf if is_exact else _MAX_VALUES
+        self.arrays: list[list[float]] = []
 
     def of(self, record: object) -> int:
-        self.add(record, 0)
+        self._add(record, 0)
         return int.from_bytes(self._digest.digest(), "big") >> 1
 
-    def add(self, value: object, depth: int) -> None:
-        self.update(type(value).__name__.encode() + b"(")
+    def _add(self, value: Any, depth: int) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("the sample has too many values")
+        if not self._is_exact and isinstance(value, list | tuple) and len(value) > _FEW:
+            is_numeric = {*map(type, value)} <= {int, float}
+            value = numpy.asarray(value, numpy.float64) if is_numeric else value
+        self._update(type(value).__name__.encode() + b"(")
         if depth > _MAX_DEPTH:
             return
         if value is None or isinstance(value, bool | int | float | complex | str | numpy.generic):
-            self.add_scalar(value)
+            self._add_scalar(value)
         elif isinstance(value, bytes | bytearray | memoryview):
-            self.add_bytes(numpy.frombuffer(value, numpy.uint8))
+            self._add_bytes(numpy.frombuffer(value, numpy.uint8))
         elif isinstance(value, Tensor):
             self._add_tensor(value)
         elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
@@ -111,83 +125,53 @@ class _Fingerprint:
         elif isinstance(value, list | tuple):
             self._add_each(value, depth)
         elif isinstance(value, set | frozenset):
-            self._add_each(sorted(type(self)().of(each) for each in value), depth)
+            self._add_each(sorted(_Digest(is_exact=self._is_exact).of(each) for each in value), depth)
         elif callable(getattr(value, "tobytes", None)):
             # Also images of PIL, and arrays.
-            self.update(repr(getattr(value, "shape", getattr(value, "size", ""))).encode())
-            self.add_array(value)
+            self._update(repr(getattr(value, "shape", getattr(value, "size", ""))).encode())
+            is_array = isinstance(value, numpy.ndarray)
+            self._add_array(value if is_array else numpy.frombuffer(value.tobytes(), numpy.uint8))
         elif hasattr(value, "__dict__"):
-            self.add(vars(value), depth + 1)
-        self.update(b")")
+            self._add(vars(value), depth + 1)
+        self._update(b")")
 
     def _add_each(self, values: Any, depth: int) -> None:
         for value in values:
-            self.add(value, depth + 1)
+            self._add(value, depth + 1)
 
-    def _add_tensor(self, tensor: Tensor) -> None:
-        self.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        if tensor.layout is torch.strided and not tensor.is_quantized:
-            self.add_tensor(tensor.detach().reshape(-1))
+    def _add_scalar(self, value: object) -> None:
+        if not self._is_exact and isinstance(value, float | complex | numpy.inexact):
+            self._add_array(numpy.asarray([value]))
+            return
+        if not self._is_exact and isinstance(value, str) and value.startswith("/"):
+            # Machines may have the data in different folders.
+            value = value.rpartition("/")[2]
+        self._update(repr(value).encode(errors="surrogatepass"))
 
-    def add_scalar(self, value: object) -> None:
-        self.update(repr(value).encode(errors="surrogatepass"))
-
-    def add_bytes(self, content: NDArray[numpy.uint8]) -> None:
+    def _add_bytes(self, content: NDArray[numpy.uint8]) -> None:
         size = len(content)
-        self.update(str(size).encode())
+        self._update(str(size).encode())
         if size > 4 * _PART:
             content = numpy.concatenate([content[:_PART], content[:: size // _PART], content[-_PART:]])
-        self.update(content.tobytes())
+        self._update(content.tobytes())
 
-    def add_array(self, array: Any) -> None:
-        """Add the elements of an array, or of an image."""
-        self.add_bytes(numpy.frombuffer(array.tobytes(), numpy.uint8))
-
-    def add_tensor(self, flat: Tensor) -> None:
-        """Add the elements of a tensor of one dimension."""
-        self.add_bytes(flat.cpu().contiguous().view(torch.uint8).numpy())
-
-
-class _Summary(_Fingerprint):
-    """Adds what is exact in a sample to a digest, and collects projections of its arrays."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.arrays: list[list[float]] = []
-        self._left = _MAX_VALUES
-
-    def add(self, value: object, depth: int) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError("the sample has too many values")
-        if isinstance(value, list | tuple) and len(value) > _FEW and {*map(type, value)} <= {int, float}:
-            value = numpy.asarray(value, numpy.float64)
-        super().add(value, depth)
-
-    def add_scalar(self, value: object) -> None:
-        if isinstance(value, float | complex | numpy.inexact):
-            self._add_numbers(numpy.asarray([value]))
-        elif isinstance(value, str) and value.startswith("/"):
-            # Machines may have the data in different folders.
-            super().add_scalar(value.rpartition("/")[2])
-        else:
-            super().add_scalar(value)
-
-    def add_array(self, array: Any) -> None:
-        if not isinstance(array, numpy.ndarray):
-            array = numpy.frombuffer(array.tobytes(), numpy.uint8)
-        self._add_numbers(array.reshape(-1))
-
-    def add_tensor(self, flat: Tensor) -> None:
+    def _add_tensor(self, tensor: Tensor) -> None:
+        self._update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return
+        flat = tensor.detach().reshape(-1)
+        if self._is_exact:
+            self._add_bytes(flat.cpu().contiguous().view(torch.uint8).numpy())
+            return
         part = flat[:: 1 + len(flat) // _PART]
         part = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
         part = part.float() if part.dtype is torch.bfloat16 else part
-        self._add_numbers(part.cpu().numpy())
+        self._add_array(part.cpu().numpy())
 
-    def _add_numbers(self, flat: NDArray[Any]) -> None:
-        kind = flat.dtype.kind
-        if kind not in "biufc" or (kind in "biu" and len(flat) <= _FEW):
-            super().add_bytes(numpy.frombuffer(flat.tobytes(), numpy.uint8))
+    def _add_array(self, array: NDArray[Any]) -> None:
+        flat, kind = array.reshape(-1), array.dtype.kind
+        if self._is_exact or kind not in "biufc" or (kind in "biu" and len(flat) <= _FEW):
+            self._add_bytes(numpy.frombuffer(flat.tobytes(), numpy.uint8))
         elif len(self.arrays) < _MAX_ARRAYS:
             part = flat[:: 1 + len(flat) // _PART]
             numbers = numpy.ascontiguousarray(part).view(part.real.dtype).astype(numpy.float64)
@@ -251,11 +235,6 @@ class DataComparison:
     def forget(self) -> None:
         """Compare nothing with the data before, because others are trained now."""
         self._record = None
-
-    def forget_order(self) -> None:
-        """Do not compare the order with the one before."""
-        if self._record is not None:
-            self._record.order = []
 
     def requests(self, sequence: SampleSequence, consumed: int) -> list[int]:
         """Return the indices of the samples to fetch for `compare`."""

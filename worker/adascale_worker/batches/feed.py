@@ -359,7 +359,7 @@ class DataFeed:
                 f"{self._origin.number} and epoch {progress.epoch} begin now with the present data set"
             )
         elif not self._is_open and self._kind not in (None, order.kind) and consumed % order.length:
-            self._comparison.forget_order()
+            self._comparison.forget()
             self._print(
                 f"the order of samples was {self._kind}, and is now {order.kind}: in the rest of this pass, "
                 "samples may be repeated or left out"

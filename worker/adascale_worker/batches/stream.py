@@ -148,11 +148,6 @@ class Stream:
                 f"but the data set (type {kind}) is a stream: leave it out, or shuffle by "
                 "shuffle_buffer=10_000"
             )
-        if stream.transform is not None and not callable(stream.transform):
-            raise DatasetError(
-                f"dataloader() got map= of type {type(stream.transform).__name__}: it must be a function "
-                "that makes a sample of a record"
-            )
         if type(stream.shuffle_buffer) is not int or stream.shuffle_buffer < 0:
             raise DatasetError(
                 f"dataloader() got shuffle_buffer={stream.shuffle_buffer!r}: it must be an integer of at "

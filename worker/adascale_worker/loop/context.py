@@ -17,7 +17,7 @@ import torch
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import CheckpointError, WorkerError
 from adascale_worker.gradients.step_failure import kind_of
 from adascale_worker.membership.links import AgentChannel
 from adascale_worker.membership.process_group import ReplicaGroup, ReplicaProcesses
@@ -30,7 +30,7 @@ from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter
 from adascale_worker.reporting.trackers import Tracker
 from adascale_worker.state.schedule import Checkpointing
-from adascale_worker.state.state import NoSnapshotMemoryError, SnapshotMemory
+from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def _open_snapshots(files: Sequence[str]) -> SnapshotMemory | None:
     """Return the agent's memory for copies of the state; None if there is none, or it cannot be used."""
     try:
         return SnapshotMemory(files) if files else None
-    except NoSnapshotMemoryError as error:
+    except CheckpointError as error:
         print(f"adascale: the agent keeps no copy of the state: {error}", flush=True)
         return None
 

@@ -29,7 +29,6 @@ from adascale_worker.loop.context import Context
 from adascale_worker.loop.loss_scaling import CHECKED_CALLS, require_registered_scaler
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.process.user_code import calling_line
-from adascale_worker.program.parts import warn_of_parameters_outside
 from adascale_worker.program.patching import patch_step
 from adascale_worker.program.program_loop import ProgramPlace
 from adascale_worker.reporting.progress import TrainingProgress
@@ -284,7 +283,6 @@ class Steps(Context):
         part.drop_frozen(changed)
         if changed:
             part.statistics.restart_groups_of(changed)
-            warn_of_parameters_outside(self.parts.model, self.optimizer)
 
     def _count(self) -> None:
         """Count a step, and agree on what to do after it."""

@@ -411,8 +411,7 @@ def program_parts(
 def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, replicas: int) -> None:
     """Check that the optimizer has parameters of the model, and no others.
 
-    The state that replicas exchange has no others. On one replica the program is warned, where it works. It
-    is also warned of parameters of the model that require gradients, but are not trained.
+    The state that replicas exchange has no others. On one replica the program is warned, where it works.
     """
     own = {id(parameter) for parameter in model.parameters()}
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -421,7 +420,6 @@ def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, rep
             "the optimizer has no parameter of the model, so training would not change the model: make the "
             "optimizer from model.parameters(), after the last statement that replaces the model"
         )
-    warn_of_parameters_outside(model, optimizer)
     shapes = [
         tuple(parameter.shape)
         for group in optimizer.param_groups
@@ -438,15 +436,3 @@ def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, rep
     if replicas > 1:
         raise ReplicationError(f"{found}, so a replica that joins would not get them. {remedy}")
     warn_user(f"{found}. On 2 or more replicas, this stops training with an error. {remedy}")
-
-
-def warn_of_parameters_outside(model: torch.nn.Module, optimizer: HasGroups) -> None:
-    """Warn of parameters of the model that require gradients, but are not in the optimizer."""
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        warn_user(
-            f"parameter {left[0]!r}{more} of the model requires gradients, but is not in the optimizer, so "
-            "it stays as it is: give it to the optimizer, or call requires_grad_(False) on it",
-        )

@@ -53,10 +53,6 @@ _LINK: Final = f"/memfd:{SNAPSHOT_FILE}"
 """Beginning of the target of the link at the path of a file of the agent."""
 
 
-class NoSnapshotMemoryError(CheckpointError):
-    """The memory for copies of the state cannot be used, or there is not enough."""
-
-
 @dataclass(frozen=True)
 class KeptSnapshot:
     """A copy of the state."""
@@ -90,13 +86,13 @@ class SnapshotMemory:
             foreign = next((path for path in paths if not str(Path(path).readlink()).startswith(_LINK)), None)
             self._places = [] if foreign else [SnapshotPlace(path) for path in paths]
         except OSError as error:
-            raise NoSnapshotMemoryError(
+            raise CheckpointError(
                 f"the memory of the agent cannot be opened ({error.strerror}): this program runs in another "
                 "container or as another user than its agent"
             ) from error
         if foreign:
             # The number of the agent is that of another process here.
-            raise NoSnapshotMemoryError(
+            raise CheckpointError(
                 f"{foreign} is not the memory of the agent: this program runs in another container than its "
                 "agent"
             )
@@ -111,7 +107,7 @@ class SnapshotMemory:
         document = json.dumps(described).encode("ascii") + b"\n" + spec
         length = sum(tensor.nbytes for tensor in tensors) + len(document)
         if lack := lack_of_memory(self._places, length, self._available()):
-            raise NoSnapshotMemoryError(lack)
+            raise CheckpointError(lack)
         number = newest(self._places).number + 1
         for place in sorted(self._places, key=lambda place: place.number):
             with place.locked(exclusively=True) as is_free:
@@ -461,7 +457,7 @@ class State:
             if self._weights.are_finite():
                 self._memory.save(self.state_dict(), self.info(), self._checkpointing.result)
                 self._report_lack("")
-        except NoSnapshotMemoryError as error:
+        except CheckpointError as error:
             self._memory.release()
             self._report_lack(str(error))
             pause = SNAPSHOT_DELAY

@@ -120,7 +120,7 @@ def _populate(memory: Tensor) -> None:
 
 
 CHUNK: Final = 32 << 20
-"""Bytes of one message. Smaller tensors are sent together."""
+"""Bytes of one message."""
 AHEAD: Final = 2
 """Messages that a member receives at the same time, and those that it sends. With one, the sender would wait
 for each next permission of the receiver to send."""
@@ -162,9 +162,11 @@ def send(group: ReplicaGroup, target: int, state: Any, *, device: torch.device) 
     document = torch.frombuffer(bytearray(spec), dtype=torch.uint8).to(device)
     link.exchange(torch.tensor([len(spec)], device=device))
     link.exchange(document)
-    for part in _parts([tensor.nbytes for tensor in tensors]):
-        parts = [bytes_of(tensor.to(device)) for tensor in tensors[part]]
-        link.exchange(parts[0] if len(parts) == 1 else torch.cat(parts))
+    small = [bytes_of(tensor.to(device)) for tensor in tensors if tensor.nbytes <= SMALL]
+    link.exchange(torch.cat(small) if small else document[:0])
+    for tensor in tensors:
+        if tensor.nbytes > SMALL:
+            link.exchange(bytes_of(tensor.to(device)))
     link.finish()
 
 
@@ -179,28 +181,21 @@ def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: 
     link.wait_until_received()
     spec = document.cpu().numpy().tobytes()
     expected = layouts(spec)
+    sizes = [layout.bytes for layout in expected if layout.bytes <= SMALL]
+    together = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    link.exchange(together)
     tensors: list[Tensor] = []
-    for part in _parts([layout.bytes for layout in expected]):
-        together = expected[part]
-        if together[0].bytes > SMALL:
-            (layout,) = together
-            tensor = (
-                memory.tensor(layout)
-                if device.type == "cpu"
-                else torch.empty(layout.shape, dtype=layout.dtype, device=device)
-            )
-            link.exchange(bytes_of(tensor))
-            tensors.append(tensor)
-            continue
-        sizes = [layout.bytes for layout in together]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        link.exchange(buffer)
-        link.wait_until_received()
-        for layout, received in zip(together, buffer.cpu().split(sizes), strict=True):
-            tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
-            bytes_of(tensor).copy_(received)
-            tensors.append(tensor)
+    for layout in expected:
+        if layout.bytes > SMALL and device.type != "cpu":
+            tensors.append(torch.empty(layout.shape, dtype=layout.dtype, device=device))
+        else:
+            tensors.append(memory.tensor(layout))
+        if layout.bytes > SMALL:
+            link.exchange(bytes_of(tensors[-1]))
     link.finish()
+    small = (tensor for tensor in tensors if tensor.nbytes <= SMALL)
+    for tensor, received in zip(small, together.cpu().split(sizes), strict=True):
+        bytes_of(tensor).copy_(received)
     return unflatten(spec, tensors)
 
 
@@ -258,25 +253,6 @@ class _Link:
     def _wait_for_sent(self) -> None:
         work, _ = self._sending.popleft()
         self._group.wait(work)
-
-
-def _parts(sizes: Sequence[int]) -> list[slice]:
-    """Return which tensors are sent together: large ones alone, others up to `CHUNK` bytes."""
-    parts: list[slice] = []
-    first, pending = 0, 0
-    for index, size in enumerate(sizes):
-        if size > SMALL or pending + size > CHUNK:
-            if index > first:
-                parts.append(slice(first, index))
-            first, pending = index, 0
-        if size > SMALL:
-            parts.append(slice(index, index + 1))
-            first = index + 1
-        else:
-            pending += size
-    if first < len(sizes):
-        parts.append(slice(first, len(sizes)))
-    return parts
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
