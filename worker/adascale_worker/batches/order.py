@@ -200,8 +200,6 @@ class SampleSequence:
     of_pass: Callable[[int, Indices], Indices] = field(compare=False)
     key: object = None  # what else determines the order
     origin: Origin = Origin()
-    _pass: tuple[int, Indices] | None = field(default=None, init=False, compare=False)
-    """The last one, if passes are short."""
 
     def __getitem__(self, span: slice) -> list[int]:
         """Return the sample indices at positions `span.start` to `span.stop` of the sequence."""
@@ -214,20 +212,13 @@ class SampleSequence:
         indices = numpy.empty_like(positions)
         for number in range(int(passes.min()), int(passes.max()) + 1) if passes.size else ():
             inside = passes == number
-            indices[inside] = self._indices(self.origin.number + number, offsets[inside])
+            indices[inside] = self.of_pass(self.origin.number + number, offsets[inside])
         return indices
 
     def pass_at(self, position: int, offsets: Indices) -> tuple[int, list[int]]:
         """Return the number of the pass at a position, and the sample indices at offsets of it."""
         number = self.origin.number + (position - self.origin.consumed) // self.length
-        return number, self._indices(number, offsets).tolist()
-
-    def _indices(self, number: int, offsets: Indices) -> Indices:
-        if self.length > READ_AHEAD:
-            return self.of_pass(number, offsets)
-        if self._pass is None or self._pass[0] != number:
-            self._pass = number, self.of_pass(number, numpy.arange(self.length))
-        return self._pass[1][offsets]
+        return number, self.of_pass(number, offsets).tolist()
 
 
 def sequential(samples: int, seed: int) -> SampleSequence:

@@ -71,13 +71,6 @@ class StateFileLayout:
     ]  # bytes behind the header at which each tensor begins; multiples of its element's size
     data_bytes: int  # length of the part behind the header
 
-    def names_between(self, start: int, end: int) -> list[str]:
-        """Return the names of the tensors that have bytes from `start` to `end` behind the header."""
-        entries = json.loads(self.header[8:])
-        del entries["__metadata__"]
-        places = {name: entry["data_offsets"] for name, entry in entries.items()}
-        return [name for name, (first, last) in places.items() if first < end and last > start]
-
 
 def offsets_of(layouts: Sequence[TensorLayout]) -> list[int]:
     """Return the position of each tensor behind the header, in bytes."""
@@ -545,7 +538,7 @@ class _File:
     @cached_property
     def layout(self) -> StateFileLayout:
         """Where its tensors are. Read once."""
-        header = self._read_verified(0, lambda: f"{self.path} is damaged in its header")
+        header = self._read_verified(0)
         try:
             layout = read_layout(header)
         except InvalidSpecError as error:
@@ -607,15 +600,7 @@ class _File:
         layout = self.layout
 
         def read(index: int) -> tuple[int, bytes]:
-            start = index * self._chunk_bytes
-            end = min(start + self._chunk_bytes, layout.data_bytes)
-
-            def place() -> str:
-                names = layout.names_between(start, end)
-                tensors = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                return f"{self.path} is damaged in bytes {start:,} to {end:,} of {tensors}"
-
-            return start, self._read_verified(index + 1, place)
+            return index * self._chunk_bytes, self._read_verified(index + 1)
 
         count = -(-layout.data_bytes // self._chunk_bytes)
         if len(self._file.sha256) != count + 1:
@@ -633,23 +618,24 @@ class _File:
                 for future in pending:
                     future.cancel()
 
-    def _read_verified(self, index: int, place: Callable[[], str]) -> bytes:
-        """Return the header (index 0) or a part of the file; `place` describes it, for a message."""
+    def _read_verified(self, index: int) -> bytes:
+        """Return the header (index 0) or a part of the file."""
         file = self._file
         if index == 0:
             start, end = 0, file.header_bytes
         else:
             start = file.header_bytes + (index - 1) * self._chunk_bytes
             end = min(start + self._chunk_bytes, file.bytes)
+        what = f"{self.path} is damaged in bytes {start:,} to {end:,}"
         try:
             content = self._storage.read(file.state, start, end)
         except MissingFileError as error:
             raise DamagedError(f"{self.path} is missing: {error}") from error
         if len(content) != end - start:
-            raise DamagedError(f"{place()}: it ends after {start + len(content):,} of {file.bytes:,} bytes")
+            raise DamagedError(f"{what}: it ends after {start + len(content):,} of {file.bytes:,} bytes")
         found = hashlib.sha256(content).hexdigest()
         if found != file.sha256[index]:
             raise DamagedError(
-                f"{place()}: their SHA-256 is {found[:12]}..., expected {file.sha256[index][:12]}..."
+                f"{what}: their SHA-256 is {found[:12]}..., expected {file.sha256[index][:12]}..."
             )
         return content
