@@ -374,6 +374,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_how_to_go_on(tmp_path: Pat
     assert again.returncode == 1
     output = " ".join(again.stdout.split())
     assert "no intact checkpoint is left in" in output
-    assert "start from scratch (adascale run --fresh, or another location)" in output
+    assert "start from scratch (adascale run --fresh, or another checkpoint folder)" in output
     assert "Saved at step" not in output
     assert output.endswith("Correct the cause, and run the command again")
