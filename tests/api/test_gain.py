@@ -23,11 +23,6 @@ def test_the_first_report_creates_a_job(client: Client, job: str) -> None:
     assert GainReport.from_json(client.get(f"/jobs/{job}/gain")) == a_report()
 
 
-def test_a_single_report_needs_no_list(client: Client, job: str) -> None:
-    answer = client.call("POST", f"/jobs/{job}/gain", a_report().to_json())
-    assert answer.body["stored"] == 1
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -58,15 +53,6 @@ def test_metrics_are_shown_without_a_token_whatever_their_names(service: Service
         assert anyone.get(f"/jobs/{job}")["latest"]["metrics"] == metrics
         (listed,) = anyone.get(f"/jobs?limit=1&after={job[:-1]}")["jobs"]
     assert listed["latest"]["metrics"] == metrics
-
-
-def test_a_repeated_report_counts_once_and_the_first_report_stays(client: Client, job: str) -> None:
-    client.post_gain(job, a_report(1), a_report(2))
-    answer = client.post_gain(job, a_report(2, gain=3.0), a_report(3), a_report(3))
-    assert (answer["stored"], answer["repeated"]) == (1, 2)
-    history = client.get(f"/jobs/{job}/gain/history")
-    assert history["total"] == 3
-    assert [point["gain"] for point in history["points"]] == [2.0, 2.0, 2.0]
 
 
 def test_a_name_alone_means_the_namespace_default(client: Client) -> None:

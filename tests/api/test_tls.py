@@ -117,13 +117,6 @@ def test_a_large_body_and_a_large_answer_are_whole_with_tls(service: ServiceProc
     assert history.points[-1].step == 6000
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_the_certificate_is_for_each_of_its_hosts(
-    service: ServiceProcess, files: TlsFiles, host: str
-) -> None:
-    assert client(service, files.ca, host).list_jobs() == []
-
-
 def test_a_certificate_of_another_authority_is_refused(
     service: ServiceProcess, tmp_path: Path, authority: KeyPair
 ) -> None:

@@ -54,14 +54,6 @@ def test_the_decision_says_whether_the_deadline_can_be_met(seconds: int | None, 
         assert found.source == "its own step times"
 
 
-def test_an_edit_of_the_deadline_makes_a_decision_due() -> None:
-    scheduler, before = Scheduler(), measured(100_000)
-    decided(scheduler, before)
-    assert not scheduler.is_due(NOW)
-    scheduler.update(measured(90_000))
-    assert scheduler.is_due(NOW + 1)
-
-
 @pytest.mark.parametrize(
     ("left", "status", "feasibility", "expected"),
     [

@@ -17,33 +17,36 @@ from support.manifests import make_manifest
 SAVED_AT = make_manifest().saved_at
 
 
+STOPPED = RunResult("", 130, stopped_at=SAVED_AT + 0.5)
+AGAIN = "run the same command to resume"
+
+
 @pytest.mark.parametrize(
-    ("result", "begin"),
+    ("result", "progress", "line"),
     [
-        (RunResult("", 130, stopped_at=SAVED_AT - 0.5), "Saved at step 9, progress 12"),
-        (RunResult("", 130, stopped_at=SAVED_AT + 0.5), "The last checkpoint is of step 9, progress 12"),
+        (replace(STOPPED, stopped_at=SAVED_AT - 0.5), 12.0, f"Saved at step 9, progress 12; {AGAIN}"),
+        (STOPPED, 12.0, f"The last checkpoint is of step 9, progress 12; {AGAIN}"),
         (
-            RunResult("", 1, log="an error", stopped_at=SAVED_AT + 0.5),
-            "The last checkpoint is of step 9, progress 12",
+            STOPPED,
+            3040.0,
+            "The last checkpoint is of step 9, progress 12, and the training after it, up to progress 3,040, "
+            f"is lost; {AGAIN}",
+        ),
+        (
+            replace(STOPPED, exit_code=1, log="an error"),
+            12.0,
+            f"The last checkpoint is of step 9, progress 12; {AGAIN}",
         ),
     ],
-    ids=["saved", "not saved", "failed"],
+    ids=["saved", "not saved", "not saved, and some training is lost", "failed"],
 )
-def test_the_last_line_says_saved_only_if_the_end_of_the_run_has_saved(result: RunResult, begin: str) -> None:
+def test_the_last_line_says_what_the_end_of_the_run_has_saved_and_what_is_lost(
+    result: RunResult, progress: float, line: str
+) -> None:
     output = io.StringIO()
     display = PlainDisplay(Console(file=output, width=200))
-    print_summary(display, result, [], make_manifest(progress=12.0), 12.0, 3.0)
-    assert output.getvalue().splitlines()[-1].split("  ")[-1] == f"{begin}; run the same command to resume"
-
-
-def test_the_last_line_says_what_is_lost() -> None:
-    output = io.StringIO()
-    display = PlainDisplay(Console(file=output, width=200))
-    result = RunResult("", 130, stopped_at=SAVED_AT + 0.5)
-    print_summary(display, result, [], make_manifest(progress=12.0), 3040.0, 3.0)
-    assert "is of step 9, progress 12, and the training after it, up to progress 3,040, is lost; run" in (
-        output.getvalue()
-    )
+    print_summary(display, result, [], make_manifest(progress=12.0), progress, 3.0)
+    assert output.getvalue().splitlines()[-1].split("  ")[-1] == line
 
 
 REPORT = GainReport(
