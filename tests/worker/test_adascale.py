@@ -105,7 +105,6 @@ def test_a_checkpoint_has_estimates_without_a_limit() -> None:
     without = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=16.0)
     without.load_state_dict(saved.state_dict())
     assert saved.gain() == pytest.approx(limited(without.gain(), 4.0), rel=1e-9)
-    assert copy.deepcopy(saved).gain() == saved.gain()
 
 
 @pytest.mark.parametrize("max_gain", [1.0, math.inf, math.nan])

@@ -28,7 +28,6 @@ from adascale_worker.scaling.statistics.gradient_statistics import GradientStati
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.scaling.statistics.steps import GainOptions, require_count
 from adascale_worker.torch_private.autograd import divide_in_place
-from adascale_worker.torch_private.modules import is_optimizer_hook_table
 
 STATE_KEY = "adascale"
 """Key of AdaScale's own state in its state_dict, beside that of the inner optimizer."""
@@ -134,7 +133,21 @@ class AdaScale(torch.optim.Optimizer):
         statistics = GradientStatistics(self._rule, options, model, grad_scaler)
         if shards is None:
             statistics.reader.require_readable()
-        self._attach(statistics)
+        # Methods of this class set no attribute after this: the optimizer of Lightning takes AdaScale as its
+        # class and reads its attributes, but what a method sets on it would not reach AdaScale.
+        self._inner_step: Callable[[], float | None] = optimizer.step  # may be replaced by ours later
+        self.statistics = statistics
+        weakref.finalize(self, statistics.stop)
+        self._share_groups_and_state()
+        reference = weakref.ref(self)
+
+        def share(_: torch.optim.Optimizer) -> None:
+            adascale = reference()
+            if adascale is not None:
+                adascale._share_groups_and_state()
+
+        optimizer.register_load_state_dict_post_hook(share)
+        statistics.begin_step()
         if self._observes:
             require_count("observe_every", observe_every)
             observe_steps(self, statistics, optimizer, report_to(observe), observe_every)
@@ -349,49 +362,11 @@ class AdaScale(torch.optim.Optimizer):
         self.statistics.load_state_dict(own)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything that is not bound to this process.
-
-        Hooks, the model, a GradScaler and a replaced `step` are left out.
-        """
-        process_bound = ("statistics", "_inner_step", "step")
-        state = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in process_bound and not is_optimizer_hook_table(name)
-        }
-        state["options"] = self.statistics.options
-        state["statistics_state"] = self.statistics.state_dict()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        if "statistics_state" not in state:  # Optimizer calls this with its own attributes only
-            super().__setstate__(state)
-            return
-        options, statistics_state = state.pop("options"), state.pop("statistics_state")
-        super().__setstate__(state)
-        self._attach(GradientStatistics(self._rule, options))
-        self.statistics.load_state_dict(statistics_state)
-
-    def _attach(self, statistics: GradientStatistics) -> None:
-        """Connect to the inner optimizer and to `statistics`.
-
-        Methods of this class set no attribute after this: the optimizer of Lightning takes AdaScale as its
-        class and reads its attributes, but what a method sets on it would not reach AdaScale.
-        """
-        self._inner_step: Callable[[], float | None] = self._inner.step  # may be replaced by ours later
-        self.statistics = statistics
-        weakref.finalize(self, statistics.stop)
-        self._share_groups_and_state()
-        reference = weakref.ref(self)
-
-        def share(_: torch.optim.Optimizer) -> None:
-            adascale = reference()
-            if adascale is not None:
-                adascale._share_groups_and_state()
-
-        self._inner.register_load_state_dict_post_hook(share)
-        statistics.begin_step()
+        """Refuse copies, which would lack the hooks of this process."""
+        raise TypeError(
+            "an AdaScale optimizer can not be copied or pickled, because it observes parameters by hooks: make "
+            "another one, and pass state_dict() to its load_state_dict()"
+        )
 
     def _share_groups_and_state(self) -> None:
         """Use the groups and the state of the inner optimizer, which replaces them when it loads."""

@@ -79,14 +79,6 @@ def skipping_outside_kernel(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             setattr(optimizer, mark, fused)
 
 
-def is_optimizer_hook_table(attribute: str) -> bool:
-    """Whether `attribute` of a `torch.optim.Optimizer` holds hooks of its step or its state.
-
-    `Optimizer.__getstate__` leaves them out too, and `Optimizer.__setstate__` makes new ones.
-    """
-    return attribute.startswith("_optimizer_")
-
-
 def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an `LRScheduler` was made for an optimizer; torch marks its `step`."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
