@@ -364,8 +364,8 @@ class AdaScale(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies, which would lack the hooks of this process."""
         raise TypeError(
-            "an AdaScale optimizer can not be copied or pickled, because it observes parameters by hooks: make "
-            "another one, and pass state_dict() to its load_state_dict()"
+            "an AdaScale optimizer can not be copied or pickled, because it observes parameters by hooks: "
+            "make another one, and pass state_dict() to its load_state_dict()"
         )
 
     def _share_groups_and_state(self) -> None:
