@@ -211,16 +211,18 @@ class MemoryGroup:
             for rank in ranks:
                 del self.store.values[event, rank]
 
+    def announced(self, event: str) -> dict[int, Any]:
+        with self.store.changed:
+            values = self.store.values
+            return {rank: values[event, rank] for rank in range(self.replicas) if (event, rank) in values}
+
     def poll(self, *events: str, timeout: float) -> Iterator[list[dict[int, Any]]]:
         del timeout
-        values, ranks = self.store.values, range(self.replicas)
+        ranks = range(self.replicas)
         has_ended = False
         while not has_ended:
             with self.store.changed:
-                found = [
-                    {rank: values[event, rank] for rank in ranks if (event, rank) in values}
-                    for event in events
-                ]
+                found = [self.announced(event) for event in events]
                 has_ended = all(rank in found[-1] or rank in self.store.lost for rank in ranks)
                 changes = self.store.changes
             yield found

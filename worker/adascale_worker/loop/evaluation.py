@@ -427,34 +427,23 @@ class Exchange:
         taking_part: Collection[int] = (),  # ranks that are known to take part
     ) -> Values:
         """Wait for the values of the ranks that take part, and return the values that have come."""
+        group, first = self._group, Values()
+        if ranks and not group.has_failed:
+            # In this order: what a rank has posted before it passed is there.
+            for places, values in group.poll(TRAINS, self._event(kind, 0), timeout=timeout):
+                first = {rank: values[rank] for rank in ranks if rank in values}
+                passed = {rank for rank, place in places.items() if tuple(place) > self._place}
+                if all(rank in first or rank in passed.difference(taking_part) for rank in ranks):
+                    break
+        longest = max([count for count, _ in first.values()], default=0)
+        self._parts[kind] = max(self._parts[kind], longest)
+        # They were posted before the first. They are gone if rank 0 has not waited for this reader.
+        others = [group.announced(self._event(kind, number)) or {} for number in range(1, longest)]
         found: Values = {}
-        for rank, (count, first) in self._read(kind, 0, ranks, timeout, taking_part).items():
-            parts = [first]
-            for number in range(1, count):
-                # They were posted before the first. They are gone if rank 0 has not waited for this reader.
-                parts += [part for _, part in self._read(kind, number, [rank]).values()]
+        for rank, (count, part) in first.items():
+            parts = [part, *(each[rank][1] for each in others[: count - 1] if rank in each)]
             if len(parts) == count:
                 found[rank] = decoded("".join(parts))
-            self._parts[kind] = max(self._parts[kind], count)
-        return found
-
-    def _read(
-        self,
-        kind: str,
-        number: int,
-        ranks: Sequence[int],
-        timeout: float = math.inf,
-        taking_part: Collection[int] = (),
-    ) -> Values:
-        found: Values = {}
-        if not ranks or self._group.has_failed:
-            return found
-        # In this order: what a rank has posted before it passed is there.
-        for places, values in self._group.poll(TRAINS, self._event(kind, number), timeout=timeout):
-            found = {rank: values[rank] for rank in ranks if rank in values}
-            passed = {rank for rank, place in places.items() if tuple(place) > self._place}
-            if all(rank in found or rank in passed.difference(taking_part) for rank in ranks):
-                break
         return found
 
     def retract(self, kind: str, ranks: Iterable[int]) -> None:
