@@ -234,9 +234,9 @@ class Failures(Context):
         In a replica of several processes, it may wait for the others of them.
         """
         group = self.group
-        before, self._used = self._used, time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
         if not group.has_failed or group.is_forming or group.processes > 1:
             return None
+        before, self._used = self._used, time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
         frame, module = self._frame()
         if module == _DEVICE_MODULE:
             # While it is kept, no later call has the same frame. It has no tensors.
