@@ -59,13 +59,9 @@ class Coordinator:
 class NoState:
     """A trainer that joins without a state, and receives none."""
 
-    number = following = None
+    number = None
 
-    def save_alone(self) -> bool:
-        return False
-
-    def save_beside(self) -> bool:
-        return False
+    def stop_sending(self) -> None: ...
 
 
 def generations_of(trainer: socket.socket) -> Generations:
