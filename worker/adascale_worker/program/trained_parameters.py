@@ -36,6 +36,7 @@ class TrainedParameters:
 
     def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
         self._parameters = dict(model.named_parameters())
+        self._names = frozenset(self._parameters)
         self._group = group
         self._initial = self._last = self._recorded = self._agreed = self.current()
         # `_last` is what was frozen in the last step, for which the statistics are; of several optimizers,
@@ -104,18 +105,15 @@ class TrainedParameters:
         Waits until the programs of all replicas have changed them. `own` are the parameters of the optimizer
         that makes the step; None for all.
         """
-        now = self._with_current(self._agreed, own)
+        names = self._names
+        if own is not None:
+            names = frozenset(name for name, each in self._parameters.items() if each in own)
+        frozen = self.current() & names
+        now = (self._agreed - names) | frozen
         if now != self._agreed:
             self._agree(now, step)
-        before, self._last = self._last, self._with_current(self._last, own)
+        before, self._last = self._last, (self._last - names) | frozen
         return [self._parameters[name] for name in self._ordered(before ^ self._last)]
-
-    def _with_current(self, frozen: Frozen, own: Collection[Tensor] | None) -> Frozen:
-        now = self.current()
-        if own is None:
-            return now
-        names = {name for name, each in self._parameters.items() if each in own}
-        return (frozen - names) | (now & names)
 
     @property
     def recorded(self) -> list[str]:
