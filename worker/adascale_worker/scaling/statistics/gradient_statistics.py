@@ -44,6 +44,8 @@ class GradientStatistics:
     `end_step`.
     """
 
+    # Left out of a `torch.compile` of the step, which would be compiled again for the numbers of each step.
+
     def __init__(
         self,
         rule: ScalingRule,
@@ -118,6 +120,7 @@ class GradientStatistics:
             estimate = self._limited(estimates[number]) if number < len(estimates) else None
         return 1.0 if estimate is None else estimate.gain(scale)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def group_gains(self) -> list[float]:
         """Return the gain of each group with averages."""
         limited = map(self._limited, self.estimates())
@@ -235,6 +238,7 @@ class GradientStatistics:
         if self._all_reduce is not None:
             self._all_reduce.wait()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish_measurement(self) -> None:
         """Add the estimates of this step to the averages. Call before the optimizer uses the gradients."""
         self.parameters.record_trainable()
@@ -267,6 +271,7 @@ class GradientStatistics:
             self._previous_gradient.invalidate()
         return statistics
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_step(self) -> None:
         """Count a step that the optimizer has made, and prepare for the next."""
         if not self._is_in_join():
