@@ -5,6 +5,7 @@ many as there are kinds; for more:
 
     ADASCALE_TEST_CHAOS_SEEDS=1,2,3 ADASCALE_TEST_CHAOS_FAULTS=20 make e2e TESTS=tests/cluster/test_chaos.py
 
+One test needs Kueue (`.ci/kueue`): its job is in a queue, whose quota changes, and which evicts it.
 Faults of nodes and of the API server need the commands that `test_outages.py` describes.
 """
 
@@ -29,6 +30,7 @@ from urllib3.exceptions import HTTPError
 
 from adascale_core import names
 from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, wait_until
+from cluster.test_kueue import Queue, in_queue, queue
 
 SEEDS = [int(seed) for seed in os.environ.get("ADASCALE_TEST_CHAOS_SEEDS", "1").split(",")]
 FAULTS = int(os.environ.get("ADASCALE_TEST_CHAOS_FAULTS", "9"))
@@ -85,6 +87,7 @@ LONGER = {"freeze_trainer": (6.0, 9.0), "freeze_node": (6.0, 9.0)}
 CHANCE_OF_OVERLAP = 0.3
 """Of a fault to happen at the same moment as the one before."""
 
+__all__ = ["queue"]  # A fixture.
 pytestmark = [pytest.mark.disturbs, pytest.mark.timeout(900)]
 
 
@@ -227,6 +230,24 @@ def progress_of(job: JobUnderTest) -> float:
     return float(view["latest"]["progress"]) / STEPS if view and view["latest"] else 0.0
 
 
+class QueueFaults(Faults):
+    """Makes faults for a job that Kueue queues."""
+
+    def __init__(self, system: System, job: JobUnderTest, queue: Queue) -> None:
+        super().__init__(system, job)
+        self._queue = queue
+
+    def change_quota(self, fault: Fault) -> None:
+        self._queue.set_quota(TARGET_REPLICAS[int(fault.choice * len(TARGET_REPLICAS))])
+
+    def evict(self, fault: Fault) -> None:
+        self._queue.stop("HoldAndDrain")
+        try:
+            time.sleep(fault.seconds)
+        finally:
+            self._queue.stop("None")
+
+
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.release)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_under_any_faults_each_sample_is_trained_once(
@@ -234,6 +255,17 @@ def test_under_any_faults_each_sample_is_trained_once(
 ) -> None:
     job = workspace.submit(chaos_manifest(processes))
     train_under_faults(job, Faults(system, job), draw(seed, FAULTS, KINDS))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("seed", SEEDS)
+def test_under_any_faults_a_queued_job_trains_each_sample_once(
+    seed: int, system: System, workspace: Workspace, queue: Queue
+) -> None:
+    queue.set_quota(4)
+    job = workspace.submit(in_queue(queue, chaos_manifest(1)))
+    kinds = (*KINDS, "change_quota", "evict")
+    train_under_faults(job, QueueFaults(system, job, queue), draw(seed, FAULTS + 4, kinds))
 
 
 def chaos_manifest(processes: int) -> Manifest:

@@ -95,3 +95,19 @@ def test_a_job_is_read_with_the_commands_and_deleted_with_kubectl(
         assert f"no job paced in namespace {namespace}" in unknown.stderr
     finally:
         kubectl("-n", names.SYSTEM_NAMESPACE, "delete", "rolebinding", namespace, "--ignore-not-found")
+
+
+def test_a_user_without_rights_and_a_wrong_token_get_a_message(
+    adascale: Adascale, system: System, user: Path, tmp_path: Path
+) -> None:
+    denied = adascale("status", "paced", "-n", names.SYSTEM_NAMESPACE)
+    assert denied.returncode == 1
+    assert f"may not get adascalejobs.adascale.dev in namespace {names.SYSTEM_NAMESPACE}" in denied.stderr
+    document = json.loads(user.read_text())
+    document["users"][0]["user"]["token"] = "not-a-token"
+    other = tmp_path / "other"
+    other.write_text(json.dumps(document))
+    expired = adascale("status", "paced", "--kubeconfig", other)
+    assert expired.returncode == 1
+    assert "does not accept the credentials" in expired.stderr
+    assert "Traceback" not in expired.stderr

@@ -144,6 +144,34 @@ def test_a_job_is_edited_suspended_and_completes(system: System, workspace: Work
     assert exists(system.core.read_namespaced_persistent_volume_claim, "shared", job.namespace)
 
 
+def test_after_edits_in_quick_succession_the_last_holds_and_no_step_is_lost(workspace: Workspace) -> None:
+    manifest = job_manifest(maxReplicas=1, checkpoint=NEVER)
+    template = manifest["spec"]["template"]
+    environment = template["spec"]["containers"][0]["env"]
+    job = workspace.submit(manifest)
+    job.wait_until_training(1)
+    step = step_of(job)
+
+    environment.append({"name": "EDIT", "value": "0"})
+    for edit in ("1", "2"):
+        environment[-1]["value"] = edit
+        job.edit(suspend=True)
+        job.edit(template=template, replicaLimit=0)
+        job.edit(suspend=False, minReplicas=2, maxReplicas=2)
+        job.edit(replicaLimit=None, localBszBounds={"lower": 4, "upper": 8})
+
+    generation = job.raw()["metadata"]["generation"]
+    job.wait_for("its last spec", lambda status: status.get("observedGeneration") == generation)
+    status = job.wait_until_training(2, timeout=180)
+    assert (status["disruptions"], status["failures"]) == (0, 0)
+    assert job.run_in(1, "import os; print(os.environ['EDIT'])").strip() == "2"
+    assert job.entered() >= step > 0
+    # One more pod than wanted joins before the last of the template before leaves.
+    wait_until(lambda: job.pods().keys() == {0, 1}, "no pod of an earlier template is left", 120)
+    view = job.view()
+    assert view["active"]["generation"] == view["desired"]["generation"] == status["allocation"]["generation"]
+
+
 def test_a_deleted_job_leaves_only_the_users_claim(system: System, workspace: Workspace) -> None:
     manifest = job_manifest("again", maxReplicas=1, checkpoint=NEVER)
     again = workspace.submit(manifest)

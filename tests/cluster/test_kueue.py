@@ -5,6 +5,7 @@ Each test has queues of its own, with a quota of pods. Without Kueue, only the t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
-from cluster.devices import RESTRICTED
 from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, succeeded, wait_until
 from cluster.test_opportunistic import priority_classes
 
@@ -136,6 +136,14 @@ def waits_in_queue(job: JobUnderTest) -> None:
     wait_until(says_why, "Kueue's reason")
 
 
+def resumed_step(job: JobUnderTest, last: int) -> int:
+    """Wait until the job trains again. Returns the step from which it has continued."""
+    job.wait_for("training", lambda status: status.get("replicas", 0) > 0)
+    step = job.entered()
+    assert step >= last, "it has continued from an earlier step than the last one that was reported"
+    return step
+
+
 def test_a_queued_job_waits_for_its_quota_and_grows_and_shrinks_with_it(
     workspace: Workspace, queue: Queue
 ) -> None:
@@ -154,6 +162,44 @@ def test_a_queued_job_waits_for_its_quota_and_grows_and_shrinks_with_it(
     job.wait_until_training(1)
     wait_until(lambda: queue.reserved() == 1, "the quota that is given back")
     wait_until(lambda: job.uids() == first, "the pod that leaves to be gone")
+
+
+@pytest.mark.release
+def test_replicas_that_wait_for_quota_let_the_others_train(workspace: Workspace, queue: Queue) -> None:
+    queue.set_quota(1)
+    job = workspace.submit(queued(queue, scaleInvariantSteps=100000))
+    job.wait_until_training(1)
+    first = job.uids()
+    # More than there is quota for, by the spec alone.
+    job.edit(minReplicas=2)
+    condition = job.wait_for_condition("Rescaling", "Queued")
+    assert condition["message"].startswith("1 -> 2: waiting for Kueue to reserve quota")
+    before = job.view()["latest"]["step"]
+    wait_until(lambda: job.view()["latest"]["step"] > before, "a step beside the pods that wait")
+    begun = time.monotonic()
+    queue.set_quota(2)
+    status = job.wait_until_training(2)
+    print(f"2 replicas {time.monotonic() - begun:.1f} s after there was quota")
+    assert first.items() <= job.uids().items()
+    assert (status["disruptions"], status["failures"]) == (0, 0)
+
+
+@pytest.mark.release
+def test_a_job_that_kueue_preempts_saves_its_state_and_continues_when_there_is_quota(
+    system: System, workspace: Workspace, queue: Queue
+) -> None:
+    queue.set_quota(2)
+    job = workspace.submit(queued(queue, scaleInvariantSteps=100000))
+    job.wait_until_training(2)
+    with preempted_by_another_job(system, queue):
+        job.wait_for("end of all replicas", lambda status: status["replicas"] == 0)
+        last = job.view()["latest"]["step"]
+        condition = job.wait_for_condition("Running", "Queued", status="False")
+        assert "LocalQueue" in condition["message"]
+        assert job.status()["state"] == "Pending"
+        assert "Queued" in job.wait_for_event("Queued")
+    resumed_step(job, last)
+    assert (job.status()["failures"], job.status()["state"]) != (1, "Failed")
 
 
 @pytest.mark.release
@@ -207,12 +253,18 @@ def preempted_by_another_job(system: System, queue: Queue) -> Iterator[None]:
 
 def other_job(queue: Queue, priority: str) -> Manifest:
     """Return a Job that takes all of the quota."""
+    restricted = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
     container = {
         "name": "other",
         "image": "adascale-controller:dev",
         "imagePullPolicy": "IfNotPresent",
         "command": ["python", "-c", "import time; time.sleep(3600)"],
-        "securityContext": RESTRICTED,
+        "securityContext": restricted,
         "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
     }
     labels = {QUEUE_NAME: queue.name, f"{GROUP}/priority-class": priority}

@@ -211,6 +211,27 @@ def test_training_leaves_a_lost_node_and_uses_it_again_when_it_returns(
     assert job.status()["failures"] == 0
 
 
+def test_the_other_members_notice_a_node_that_is_silent_and_continue(
+    system: System, workspace: Workspace
+) -> None:
+    run = command("ADASCALE_TEST_NODE", "a node")
+    nodes = require_two_nodes(system)
+    job = workspace.submit(job_manifest(pod=SPREAD, maxReplicas=2))
+    silent = run_operator_beside_service(system, nodes[:2])
+    job.wait_until_training(2, timeout=180)
+    assert silent in places(job)
+    generation = job.view()["active"]["generation"]
+    with frozen(run, silent):
+        wait_until(
+            lambda: job.view()["active"]["generation"] > generation, "a generation without it", patience=60
+        )
+        assert job.view()["active"]["replicas"] == 1
+        wait_for_steps(job)
+    job.wait_until_training(2, timeout=300)
+    status = job.status()
+    assert (status["failures"], status["disruptions"]) == (0, 1)
+
+
 @contextmanager
 def frozen(run: Callable[..., None], node: str) -> Iterator[None]:
     """Freeze a node and its pods, whose connections stay open."""

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kubernetes import client
 
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Answer, Client, ServiceProcess, a_registration, a_report
 from cluster.conftest import fresh_namespace
+from cluster.system import wait_until
 
 REPORT = a_report().to_json()
 SPEC = {"batch_size": 8, "max_batch_size": 32, "max_replicas": 4}
@@ -128,7 +130,11 @@ def test_a_write_that_a_token_does_not_allow_changes_nothing(
     forbidden = {
         "of another job": token_of(namespace, "default", job_audience(f"{namespace}.other")),
         "of another namespace": token_of(other_namespace, "default", job_audience(job)),
+        "of another namespace's job": token_of(
+            other_namespace, "default", job_audience(f"{other_namespace}.digits")
+        ),
         "an operator's elsewhere": token_of(other_namespace, "operator", API_AUDIENCE),
+        "not the operator's": token_of(namespace, "default", API_AUDIENCE),
     }
     before = jobs(service)
     for status, tokens in ((401, unauthorized), (403, forbidden)):
@@ -150,3 +156,35 @@ def test_a_write_that_a_token_does_not_allow_changes_nothing(
 
 def token_is_not_told(service: ServiceProcess, tokens: list[str]) -> bool:
     return not any(token in service.log() for token in tokens if len(token) > 100)
+
+
+def test_a_metrics_service_that_may_not_review_tokens_names_the_permission(
+    tmp_path: Path, kubeconfig: str, namespace: str, token_of: TokenOf, api_client: client.ApiClient
+) -> None:
+    job = f"{namespace}.digits"
+    worker = token_of(namespace, "default", job_audience(job))
+    configuration = yaml.safe_load(Path(kubeconfig).read_text())
+    for user in configuration["users"]:
+        user["user"] = {"token": token_of(namespace, "reviewer", seconds=3600)}
+    own = tmp_path / "kubeconfig"
+    own.write_text(yaml.safe_dump(configuration))
+    binding = client.V1ClusterRoleBinding(
+        metadata=client.V1ObjectMeta(name=f"adascale-{namespace}"),
+        role_ref=client.V1RoleRef(
+            api_group="rbac.authorization.k8s.io", kind="ClusterRole", name="system:auth-delegator"
+        ),
+        subjects=[client.RbacV1Subject(kind="ServiceAccount", name="reviewer", namespace=namespace)],
+    )
+    rights = client.RbacAuthorizationV1Api(api_client)
+    with reviewing(tmp_path, str(own), f"{namespace}:operator") as service:
+        answer = call(service, worker, job, "report")
+        assert answer.status == 503
+        assert "its account needs permission to create tokenreviews" in answer.body["error"]
+        assert answer.headers["retry-after"] == "5"
+        assert jobs(service)["jobs"] == []
+        rights.create_cluster_role_binding(binding)
+        try:
+            wait_until(lambda: call(service, worker, job, "report").status == 200, "its being allowed to")
+        finally:
+            rights.delete_cluster_role_binding(binding.metadata.name)  # type: ignore[union-attr, arg-type]
+        assert "the Kubernetes API reviews tokens again" in service.log()

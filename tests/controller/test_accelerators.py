@@ -24,6 +24,7 @@ from adascale_core.decision.decide import Decision
 from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
+from adascale_core.views.jobs import JobView
 from support.definitions import changed
 from support.observed_jobs import (
     GPU,
@@ -171,6 +172,24 @@ def test_a_job_grows_on_its_type_or_moves_for_more(monkeypatch: pytest.MonkeyPat
         (decision,) = decide(present, on=nodes(h200=free, l4=8))
         monkeypatch.undo()
         assert (decision.replicas, decision.accelerator) == (replicas, Accelerator(kind, required=True))
+
+
+def test_the_step_times_of_another_type_are_used_until_a_job_was_on_a_type() -> None:
+    """It was measured on up to 4 replicas of one type, and no ratio of the types is known."""
+    step_times = [
+        StepTime(replicas, size, 1, seconds, accelerator=H200)
+        for replicas in (1, 4)
+        for size, seconds in ((4, 1.0), (16, 1.1))
+    ]
+    new = waiting()
+    service = replace(
+        JobView.empty(new.resource.id),
+        step_times=tuple(step_times),
+        latest=replace(report(), accelerator=H200),
+    )
+    for cluster, kind in ((nodes(h200=8, l4=2), H200), (nodes(h200=2, l4=8), L4)):
+        (decision,) = decide(replace(new, service=service), on=cluster)
+        assert (decision.replicas, decision.accelerator) == (8, Accelerator(kind, required=True))
 
 
 LIMITED = JobSpec(8, 64, (5, 16), 1, 8, 1000)

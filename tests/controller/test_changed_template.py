@@ -106,6 +106,45 @@ def test_no_second_pod_is_deleted_before_the_first_has_left(several: FakeCluster
     assert active(cluster).replicas == 3
 
 
+def test_a_pod_waits_for_room_for_its_own_time(several: FakeCluster) -> None:
+    """The time of an earlier pod of the same change does not count for one that finds no place at once."""
+    cluster = several
+    cluster.edit(minReplicas=3)
+    cluster.run_cycles()
+    edit(cluster, 2)
+    first = active(cluster).indices
+    while active(cluster).indices == first:
+        cluster.run_cycles(1)
+    cluster.now += ROOM_TIMEOUT - 3
+    cluster.node_slots = 3
+    cluster.run_cycles(2)
+    assert active(cluster).replicas == 3
+    cluster.node_slots = 100
+    cluster.run_cycles(60)
+    assert images(cluster) == {"trainer:2"}
+
+
+def test_a_quota_that_was_used_up_before_the_change_does_not_count(several: FakeCluster) -> None:
+    cluster = several
+    cluster.edit(minReplicas=3)
+
+    def admit(pod: Object) -> Object:
+        if len(cluster.live_pods) >= 3 and "generateName" not in pod["metadata"]:
+            raise ApiServerError("pods is forbidden: exceeded quota: gpus", 403, "exceeded quota: gpus")
+        return pod
+
+    cluster.admit = admit
+    cluster.edit(spareReplicas=1)
+    cluster.run_cycles()
+    cluster.edit(spareReplicas=0)
+    cluster.run_cycles()
+    cluster.admit = lambda pod: pod
+    edit(cluster, 2)
+    counts, _ = replicas_while_replacing(cluster)
+    assert set(counts) == {3}
+    assert images(cluster) == {"trainer:2"}
+
+
 def test_without_room_for_one_more_pod_an_old_one_leaves_first(several: FakeCluster) -> None:
     cluster = several
     cluster.node_slots = 3

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from adascale_controller.job.failing_counts import MAX_GENERATIONS, MIN_STEPS, FailingCounts
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.operator.types.kubernetes import ConditionType
 from adascale_core.failures import EXIT_SINGLE_REPLICA, ProgramFailure
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import StepTime
@@ -17,8 +19,12 @@ from controller.conftest import DecidedCount
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
     ON_CPU,
+    actions_for,
+    condition,
     decided,
     failed_pod,
+    job,
+    observed,
     report,
     training_job,
     view,
@@ -128,6 +134,26 @@ def test_a_pod_that_has_failed_before_it_joined_counts_for_its_own_program(
     assert _decide(Scheduler(), service, [early])[0] == expected
 
 
+def test_the_operator_returns_to_the_count_that_works_and_says_why() -> None:
+    scheduler = Scheduler()
+    at_two = training_job((2, 2))
+    assert at_two.service is not None
+    service = replace(at_two.service, step_times=(StepTime(1, 4, 1, 0.1),))
+    fails = [failed_pod(0, 2), failed_pod(1, 2)]
+    assert _decide(scheduler, service) == (2, "unchanged")
+    expected = "the program failed at once on 2 replicas (replica 0: exit code 3), but trained on 1"
+    assert _decide(scheduler, service, fails) == (1, expected)
+    failing = scheduler.schedule(at_two).failing_count
+    assert failing is not None
+    actions = actions_for(at_two, 1, failing_count=failing)
+    rescaling = condition(actions, ConditionType.RESCALING)
+    assert (rescaling.status, rescaling.reason) == (True, Reason.PREPARING_REPLICAS)
+    at_one = observed(job((3, 1)), view((3, 1), (3, 1)), 1)
+    rescaling = condition(actions_for(at_one, 1, failing_count=failing), ConditionType.RESCALING)
+    assert (rescaling.status, rescaling.reason) == (False, Reason.PROGRAM_FAILED)
+    assert rescaling.message == f"T{expected[1:]}; it gets 1 replica at most"
+
+
 @pytest.fixture
 def cluster(decided: DecidedCount) -> FakeCluster:
     """Return a job that trains on 1 replica, because its program has failed at once on 2."""
@@ -155,7 +181,6 @@ def test_a_restarted_operator_does_not_try_a_count_again_on_which_the_program_fa
 ) -> None:
     message = cluster.condition("Rescaling")["message"]
     assert message.startswith("The program failed at once on 2 replicas")
-    assert message.endswith(", but trained on 1; it gets 1 replica at most")
     cluster.start_operator()
     cluster.run_cycles(20)
     status = cluster.status

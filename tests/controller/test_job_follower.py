@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
-from adascale_client import ServiceRefusedError, ServiceUnreachableError
+from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
 from adascale_controller.operator.runtime import control_loop, job_follower
 from adascale_controller.operator.runtime.job_follower import JobFollower
 from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.jobs import JobChanges, JobList
+from api.client import TOKEN
 from support.fake_cluster import FakeCluster
 from support.fake_service import JOB_ID, FakeService
+from support.service import Service
 
 
 class CountingService(FakeService):
@@ -148,3 +153,33 @@ def test_a_running_operator_reads_all_jobs_only_for_new_reports(monkeypatch: pyt
     cluster.run_until(lambda: time.monotonic() > end)
     assert service.state.desired == Allocation(1, 1)
     assert service.reads <= 2
+
+
+@pytest.mark.slow
+def test_a_restarted_service_is_followed(tmp_path: Path) -> None:
+    service = Service(tmp_path, job=JOB_ID)
+    client = MetricsServiceClient(service.url, TOKEN)
+    client.declare_job(JOB_ID, JobSpec(4))
+
+    async def test() -> None:
+        follower = JobFollower(MetricsServiceClient(service.url, TOKEN), lambda: None)
+        await asyncio.to_thread(follower.refresh)
+        follower.start()
+        try:
+            async with asyncio.timeout(60):
+                await asyncio.to_thread(client.allocate, JOB_ID, Allocation(1, 1))
+                await until(lambda: generation(follower) == 1)
+                await asyncio.to_thread(service.stop, signal.SIGKILL)
+                await until(lambda: follower.views is None)
+                await asyncio.to_thread(service.start)
+                await asyncio.to_thread(client.allocate, JOB_ID, Allocation(2, 1))
+                await until(lambda: generation(follower) == 2)
+                await asyncio.to_thread(client.delete_job, JOB_ID)
+                await until(lambda: follower.views == {})
+        finally:
+            follower.stop()
+
+    try:
+        asyncio.run(test())
+    finally:
+        service.stop()

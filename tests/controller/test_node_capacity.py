@@ -142,6 +142,16 @@ def test_quantities_are_exact_and_rounded_up(digits: int, decimals: int, suffix:
         # what has only a limit, requests it
         ({"containers": [container({"nvidia.com/gpu": "1", "cpu": "2"}, cpu="1")]},
          {"nvidia.com/gpu": 1, "cpu": 1000}),
+        # init containers run one after the other, before the others
+        ({"containers": [container(cpu="1")], "initContainers": [container(cpu="3"), container(cpu="2")]},
+         {"cpu": 3000}),
+        ({"containers": [container(cpu="4")], "initContainers": [container(cpu="3")]}, {"cpu": 4000}),
+        # sidecars run beside all that start after them
+        ({"containers": [container(cpu="1")], "initContainers": [sidecar(cpu="1")]}, {"cpu": 2000}),
+        ({"containers": [container(cpu="1")],
+          "initContainers": [sidecar(cpu="1"), container(cpu="3"), sidecar(cpu="1")]}, {"cpu": 4000}),
+        ({"containers": [container(cpu="1")], "initContainers": [container(cpu="2"), sidecar(cpu="2")]},
+         {"cpu": 3000}),
         ({"containers": [container(cpu="1")], "overhead": {"cpu": "100m", "memory": "1Ki"}},
          {"cpu": 1100, "memory": 1024}),
         # resources of the pod as a whole
@@ -364,3 +374,23 @@ def test_a_preferred_affinity_excludes_no_node() -> None:
         "nodeSelector": {},
     }
     assert eligible(spec, node()) == {"node1"}
+
+
+@given(
+    st.dictionaries(st.sampled_from("ab"), st.sampled_from("123")),
+    st.sampled_from("ab"),
+    st.lists(st.sampled_from("123"), min_size=1),
+)
+def test_an_operator_and_its_opposite_match_complementary_nodes(
+    labels: dict[str, str], key: str, values: list[str]
+) -> None:
+    def is_eligible(operator: str, *operands: str) -> bool:
+        return bool(
+            eligible(affinity({"matchExpressions": [label(key, operator, *operands)]}), node(labels=labels))
+        )
+
+    assert is_eligible("In", *values) != is_eligible("NotIn", *values)
+    assert is_eligible("Exists") != is_eligible("DoesNotExist")
+    assert is_eligible("Gt", values[0]) + is_eligible("Lt", values[0]) + is_eligible(
+        "In", values[0]
+    ) == is_eligible("Exists")

@@ -11,8 +11,11 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline
 from adascale_controller.operator.types.actions import Event, StatusChange
 from adascale_controller.operator.types.kubernetes import ConditionType, timestamp
+from adascale_core import names
 from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import ReplicaState
 from adascale_core.views.jobs import JobView
+from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
     NOW,
     SPEC,
@@ -52,6 +55,23 @@ def test_the_time_in_which_a_job_is_stopped_does_not_count_for_its_deadline() ->
     assert "startTime" not in actions_for(stopped).status
 
 
+@pytest.mark.parametrize(("before", "after"), [(None, 60), (60, 90), (60, None)])
+def test_an_edited_step_timeout_reaches_the_replicas_in_new_pods(
+    before: int | None, after: int | None
+) -> None:
+    cluster = FakeCluster()
+    cluster.submit(stepTimeoutSeconds=before)
+    cluster.run_cycles(10)
+    assert _step_timeout(cluster) == before
+    cluster.edit(stepTimeoutSeconds=after)
+    cluster.run_cycles(20)
+    assert _step_timeout(cluster) == after
+    changed = next(event for event in cluster.events if event.reason == "TemplateChanged")
+    assert changed.message.endswith("has changed: 1 pod left to replace, one by one")
+    cluster.run_cycles(5)
+    assert cluster.writes == []
+
+
 @pytest.mark.parametrize(
     ("replicas", "fewest", "spec"),
     [
@@ -84,6 +104,15 @@ def test_a_cap_with_which_the_job_can_run_is_not_reported(replicas: int | None) 
     actions = actions_for(training_job((1, 2), spec=spec, replica_limit=replicas), 2)
     assert condition(actions, ConditionType.RESCALING).message == ""
     assert "ReplicaLimitTooLow" not in [event.reason for event in actions.events]
+
+
+def _step_timeout(cluster: FakeCluster) -> int | None:
+    """Return the step timeout of the replicas that train. None if they have none."""
+    assert [agent.state for agent in cluster.agents.values()] == [ReplicaState.RUNNING]
+    (pod,) = cluster.live_pods
+    environment = {each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]}
+    value = environment.get(names.ENV_STEP_TIMEOUT)
+    return int(value) if value is not None else None
 
 
 def test_the_status_shows_nothing_of_an_earlier_job_of_the_same_name() -> None:

@@ -335,12 +335,12 @@ def test_the_job_reaches_the_requested_state_whatever_happens(
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(8), stateful_step_count=25))
 
 
+@pytest.mark.parametrize("serves_gangs", [False, True])
 @pytest.mark.parametrize("before", range(7))
 def test_an_operator_that_is_killed_before_any_write_makes_no_second_replica_and_stops_none_that_trains(
-    before: int,
+    before: int, serves_gangs: bool
 ) -> None:
     """The cluster of the test refuses both."""
-    serves_gangs = before % 2 == 1
     cluster = FakeCluster(pod_groups={} if serves_gangs else None)
     changes: list[tuple[Callable[[], object], int]] = [
         (lambda: cluster.submit(minReplicas=2), 2),
@@ -361,6 +361,47 @@ def test_an_operator_that_is_killed_before_any_write_makes_no_second_replica_and
         cluster.run_cycles(20)
         assert (cluster.status["replicas"], len(cluster.live_pods)) == (replicas, replicas)
     assert bool(cluster.pod_groups) == serves_gangs
+
+
+@pytest.mark.parametrize(
+    ("edit", "count"), [({"minReplicas": 1, "maxReplicas": 1}, 1), ({"suspend": True}, 0)]
+)
+def test_a_pod_stays_until_a_metrics_service_that_has_lost_its_data_knows_its_trainer(
+    edit: dict[str, Any], count: int
+) -> None:
+    cluster = FakeCluster()
+    cluster.submit(minReplicas=2)
+    cluster.run_cycles(15)
+    last = max(cluster.agents)
+    assert (cluster.agents[last].rank, cluster.agents[last].state) == (1, ReplicaState.RUNNING)
+    cluster.service.lose_data()
+    cluster.edit(**edit)
+    cluster.deliver()
+    cluster.meanwhile = lambda: cluster.run_agent(last)
+    cluster.cycle()
+    assert not [write for write in cluster.writes if write.startswith("delete pod")]
+    cluster.meanwhile = lambda: None
+    cluster.run_cycles(20)
+    assert [agent.state for agent in cluster.agents.values()] == [ReplicaState.RUNNING] * count
+    assert len(cluster.live_pods) == count
+
+
+def test_a_job_moves_to_another_type_of_accelerator_when_the_nodes_of_its_own_are_gone() -> None:
+    cluster = FakeCluster(types=("h200", "l4"))
+    cluster.submit(minReplicas=2)
+    cluster.run_cycles(15)
+    assert (cluster.status["accelerator"], cluster.status["replicas"]) == ("h200", 2)
+    cluster.remove_node("h200")
+    cluster.run_cycles(15)
+    assert (cluster.status["accelerator"], cluster.status["replicas"]) == ("l4", 2)
+    assert {raw["spec"]["nodeName"] for raw in cluster.live_pods} == {"l4"}
+    cluster.add_node("h200")
+    cluster.edit(suspend=True)
+    cluster.run_cycles(15)
+    assert "accelerator" not in cluster.status
+    cluster.edit(suspend=False)
+    cluster.run_cycles(15)
+    assert cluster.status["accelerator"] == "h200", "without replicas it may get another type"
 
 
 def test_a_job_that_was_decided_about_without_nodes_stays_where_its_pods_are() -> None:

@@ -12,6 +12,8 @@ from adascale_controller.operator.observe.observed_job import Admission, Observe
 from adascale_controller.operator.runtime.lookup_fetcher import ADMISSION_RETRY_INTERVAL
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.kubernetes import Resource
+from adascale_controller.validation import validate_document
+from adascale_core import names
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.decision import LimitKind, LimitView
 from controller.conftest import SETTINGS, SPOT, ClusterWithPriorities
@@ -29,6 +31,9 @@ from support.observed_jobs import (
     view,
     writes,
 )
+
+Object = dict[str, Any]
+
 
 # -- pods --------------------------------------------------------------------------------------------------
 
@@ -86,6 +91,20 @@ def test_a_lost_core_pod_is_replaced_while_extra_pods_train(
     assert cluster.status["replicas"] == 4
     assert set(cluster.extra_pods()) == extra
     assert [event.reason for event in cluster.events].count("ReplicaLost") == 1
+
+
+def test_an_edit_of_the_smallest_count_replaces_the_pods_with_another_priority(
+    cluster: ClusterWithPriorities,
+) -> None:
+    cluster.submit(opportunistic=SPOT)
+    cluster.run_cycles(15)
+    assert cluster.sizes == (1, 3)
+    before = set(cluster.uids)
+    cluster.edit(minReplicas=2)
+    cluster.run_cycles(30)
+    assert cluster.sizes == (2, 2)
+    assert len(before & set(cluster.uids)) == 3
+    assert (cluster.status["replicas"], cluster.status["failures"]) == (4, 0)
 
 
 def test_no_pod_is_removed_before_its_trainer_has_left_when_extra_pods_are_introduced() -> None:
@@ -208,6 +227,45 @@ def test_a_job_waits_for_the_extra_pods_of_a_job_whose_core_has_a_higher_priorit
 
 
 # -- fields ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "opportunistic", "message"),
+    [
+        ("a", {"priorityClassName": "spot", "queueName": "team"}, None),
+        ("a", None, None),
+        ("a", {}, "spec.opportunistic.priorityClassName: is required"),
+        (
+            "a",
+            {"priorityClassName": "Spot"},
+            "spec.opportunistic.priorityClassName: must match ",
+        ),
+        (
+            "a",
+            {**SPOT, "queue": "team"},
+            "spec.opportunistic.queue: unknown field; did you mean queueName?",
+        ),
+    ],
+)
+def test_fields_are_checked(name: str, opportunistic: Object | None, message: str | None) -> None:
+    content = {
+        "apiVersion": names.GROUP_VERSION,
+        "kind": names.KIND,
+        "metadata": {"name": name},
+        "spec": {
+            "batchSize": 4,
+            "maxReplicas": 2,
+            "opportunistic": opportunistic,
+            "template": {"spec": {"containers": [{"name": "worker", "image": "trainer:1"}]}},
+        },
+    }
+    found = validate_document(content)
+    errors = "; ".join(map(str, found)) if isinstance(found, list) else None
+    if message is None:
+        assert errors is None
+    else:
+        assert errors is not None
+        assert errors.startswith(message)
 
 
 def test_one_machine_says_that_it_has_no_extra_pods(tmp_path: Any) -> None:

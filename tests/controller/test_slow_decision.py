@@ -121,6 +121,35 @@ def test_the_metrics_service_knows_a_new_job_before_it_is_decided_about(decision
     run_steps(cluster, steps())
 
 
+def test_reports_are_not_looked_at_while_a_decision_is_made(
+    decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = training_on_four(decisions)
+    loops: list[OperatorLoop] = []
+    looks: list[Collection[JobKey]] = []
+    look = OperatorLoop._look
+
+    async def recorded_look(loop: OperatorLoop, keys: Collection[JobKey]) -> set[JobKey]:
+        loops.append(loop)
+        looks.append(keys)
+        return await look(loop, keys)
+
+    def steps() -> Iterator[Callable[[], bool]]:
+        yield from shrink_during_a_decision(cluster, decisions)
+        monkeypatch.setattr(OperatorLoop, "_look", recorded_look)
+        wanted = cluster.service.state.desired
+        yield lambda: bool(loops) and (loops[-1]._views or {})["team.digits"].desired == wanted
+        cluster.service.post(report(replicas=2))
+        yield lambda: loops[-1]._queue.has_reported
+        cycles = len(looks)
+        yield lambda: len(looks) > cycles + 5
+        assert not any(looks[cycles:])
+        decisions.may_end.set()
+        yield lambda: any(looks[cycles:]) and not loops[-1]._queue.has_reported
+
+    run_steps(cluster, steps())
+
+
 def test_a_late_decision_does_not_undo_an_edit(decisions: SlowDecisions) -> None:
     cluster = training_on_four(decisions)
     begun = decisions.begun

@@ -18,6 +18,8 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
+WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+
 
 class OperatorProcess:
     """The operator in a process of its own.

@@ -116,8 +116,9 @@ def test_a_folder_that_cannot_be_written_is_an_error(make_trainer: MakeTrainer, 
 
 
 def test_a_process_that_waits_names_the_holder(
-    processes: Processes, capfd: pytest.CaptureFixture[str]
+    processes: Processes, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("adascale_worker.process.download_lock.PATIENCE", 1)
     holder = processes.start(HANG="1")
     assert holder.stdout is not None
     assert holder.stdout.readline() == "hangs\n"

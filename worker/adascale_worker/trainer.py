@@ -723,10 +723,9 @@ class ElasticTrainer:
             WorkerError: the current epoch has ended, and `step` was not called.
             DatasetError: the data set has neither a length and items by index nor `__iter__`, fewer samples
                 than `max_batch_size` (or `batch_size`, if that is not set), or another length than before; an
-                option would choose the batches; `order` or `lengths` is not as above; persistent workers
-                would get another data set or options; a stream is an iterator, or an argument is not for
-                streams. In the loop: samples or records differ between replicas or from those before, or a
-                pass of a stream has no records.
+                option would choose the batches; `order` or `lengths` is not as above; a stream is an
+                iterator, or an argument is not for streams. In the loop: samples or records differ between
+                replicas or from those before, or a pass of a stream has no records.
         """
         training, replica = self._require_training(), self._replica
         feed = training.feed

@@ -159,7 +159,7 @@ def _compare(
     step_times = reports.step_times(transaction, [job.id])(job.id)
     measured = [each for each in step_times if each.accelerator == latest.accelerator]
     single = single_replica_seconds(latest.progress, bounds, measured)
-    seconds = sum((each.ended_at or latest.time) - each.started_at for each in generations)
+    seconds = sum(max((each.ended_at or latest.time) - each.started_at, 0.0) for each in generations)
     return single and Comparison(latest.step, seconds, round(latest.progress), single)
 
 

@@ -185,18 +185,24 @@ class Failures(Context):
 
     def start(self) -> None:
         """Observe the main thread, and the other processes of this replica."""
-        threading.Thread(target=self._watch, name="adascale-watchdog", daemon=True).start()
+        # In two threads: a read of a store that does not answer must not delay what ends a stuck process.
+        threads = {"watchdog": self._watch_steps, "stuck-collective": self._watch_members}
+        for name, target in threads.items():
+            threading.Thread(target=target, name=f"adascale-{name}", daemon=True).start()
 
     def stop(self) -> None:
         """Do not observe them any more. May be called again."""
         self._is_stopped.set()
 
-    def _watch(self) -> None:
-        timeout = self.group.peer_timeout
-        checks = int(timeout / POLL_INTERVAL) if math.isfinite(timeout) else 0
+    def _watch_steps(self) -> None:
         while not self._is_stopped.wait(POLL_INTERVAL) and self._main.is_alive():
             if self.watches_steps:
                 self.look(time.monotonic())
+
+    def _watch_members(self) -> None:
+        timeout = self.group.peer_timeout
+        checks = max(int(timeout / POLL_INTERVAL), 2) if math.isfinite(timeout) else 0
+        while not self._is_stopped.wait(POLL_INTERVAL) and self._main.is_alive():
             self._end_if_stuck()
             frozen = self.group.own.find_frozen(checks)
             if frozen is not None:
@@ -299,7 +305,7 @@ class Failures(Context):
     def _place_of_program(self) -> tuple[str, bool]:
         """Return where the program is (`train.py, line 41, in load`), and whether it waits for others."""
         frame, module = self._frame()
-        waits = self.group.replicas > 1 and module.startswith(_COLLECTIVE_MODULES)
+        waits = self.group.replicas > 1 and module.startswith((*_COLLECTIVE_MODULES, "adascale_worker"))
         while frame is not None and is_own(frame) and frame.f_back is not None:
             frame = frame.f_back
         return "" if frame is None else f"{location(frame)}, in {frame.f_code.co_name}", waits

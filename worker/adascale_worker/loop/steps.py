@@ -34,6 +34,7 @@ from adascale_worker.program.program_loop import ProgramPlace
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.tree import Tree
+from adascale_worker.torch_private.autograd import version_of
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
@@ -60,6 +61,7 @@ class StepUndo:
 
     def begin_step(self) -> None:
         """Copy the state, at the beginning of a step."""
+        self.state = None  # That of a batch that was left out needs its memory no longer.
         state = {
             "program": self._program.state_dict(),
             "progress": self._progress.state_dict(),
@@ -107,14 +109,23 @@ class ModelBuffers:
         self._model = model
         self._copies: list[tuple[torch.nn.Module, str, Tensor, Tensor]] = []
         """Module, name, buffer and copy; empty between two steps."""
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """Buffer, version and copy: what does not change, such as a mask, is copied once."""
 
     def begin_step(self) -> None:
         """Copy the buffers, at the beginning of a step."""
-        self._copies = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in self._model.modules()
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        ]
+        before, self._known, self._copies = self._known, {}, []
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                copied, version = None, version_of(buffer)
+                known = before.get(id(buffer))
+                # The kernels of BatchNorm change `running_mean` without counting a version.
+                if known is not None and known[0] is buffer and not name.startswith("running_"):
+                    copied = known[2] if known[1] == version else None
+                if copied is None:
+                    copied = buffer.detach().clone()
+                self._known[id(buffer)] = buffer, version, copied
+                self._copies.append((module, name, buffer, copied))
 
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from adascale_worker.errors import WorkerError
+
+INTERVAL = 0.1
+"""Seconds between two attempts to lock."""
+PATIENCE = 10
+"""Attempts after which a process that waits says so: the holder has written its id by then."""
 
 
 @contextlib.contextmanager
@@ -40,16 +47,19 @@ def _lock(file: Path) -> int:
     """Return the descriptor of a file, once no other process has locked it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            print(
-                f"adascale: waiting for process {holder}, which has locked {file.parent} by download_lock()",
-                file=sys.stderr,
-                flush=True,
-            )
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for attempt in itertools.count():
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if attempt == PATIENCE:
+                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+                print(
+                    f"adascale: waiting for process {holder}, which has locked {file.parent} by "
+                    "download_lock()",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(INTERVAL)
         return descriptor
     except BaseException:
         os.close(descriptor)

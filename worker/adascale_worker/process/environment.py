@@ -175,6 +175,11 @@ def read_assignment(environ: Mapping[str, str], *, has_agent: bool) -> RankAssig
         rank = _read(environ, names.ENV_RANK, _non_negative_integer, 0)
         replicas = _read(environ, names.ENV_REPLICAS, _positive_integer, 1)
         return RankAssignment(rank, replicas, process, process=process, processes=processes)
+    index = _read(environ, "RANK", _non_negative_integer, 0)
+    if index >= started:
+        raise EnvironmentVariableError(
+            f"RANK is {index} but WORLD_SIZE is {started}: RANK must be from 0 to {started - 1}"
+        )
     replicas, rest = divmod(started, processes or 1)
     if rest:
         raise EnvironmentVariableError(
@@ -182,7 +187,7 @@ def read_assignment(environ: Mapping[str, str], *, has_agent: bool) -> RankAssig
             f"({names.ENV_PROCESSES_PER_REPLICA}={processes}): start {max(replicas, 1) * (processes or 1)} "
             "processes"
         )
-    rank, process = divmod(_read(environ, "RANK", _non_negative_integer, 0), processes or 1)
+    rank, process = divmod(index, processes or 1)
     return RankAssignment(
         rank,
         replicas,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+import sys
 import threading
 import time
 from collections import deque
@@ -297,13 +298,14 @@ class Telemetry:
 
 
 def as_number(value: object) -> int | float | None:
-    """Return a number of Python or NumPy, or of an array without dimensions; None for others and tensors."""
+    """Return a number of Python or NumPy, or of an array without dimensions; None for others and tensors, and
+    for an integer that no float can have."""
     if not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool):
         return None
     if isinstance(value, Integral):
-        return int(value)
+        return int(value) if abs(int(value)) <= sys.float_info.max else None
     return float(value) if isinstance(value, Real) else None
 
 

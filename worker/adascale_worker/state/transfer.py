@@ -560,6 +560,8 @@ class StateFollower:
                 # The whole state needs this memory.
                 for optimizer in self._tensors.optimizers:
                     optimizer.state.clear()
+                self._others.clear()
+                self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _receive(self, connection: socket.socket, check: Callable[[], None]) -> Any:
         """Return a message, whose tensors are in the buffer."""

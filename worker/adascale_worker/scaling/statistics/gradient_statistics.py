@@ -393,7 +393,7 @@ class GradientStatistics:
     def _with_loss_scale(self, statistics: ReducedStatistics) -> tuple[ReducedStatistics, float]:
         """Return the statistics of the averaged gradients, and their loss scale; NaN if that is unclear."""
         averaged, before_step = statistics.averaged, statistics.before_step
-        given = 1.0 if self._scale_of_scaler is None else self._scale_of_scaler
+        given = self._scale_of_scaler or 1.0
         if before_step is None or _are_equal(before_step, statistics.own):
             if self._scale_of_scaler is None:
                 self._inferred_scale = 1.0  # nothing was unscaled
@@ -504,7 +504,7 @@ class GradientStatistics:
         """The averages with this step, as far as it is measured."""
         if self._all_reduce is None or self._is_left_out:
             return self._averages
-        known = self._inferred_scale if self._scale_of_scaler is None else self._scale_of_scaler
+        known = self._inferred_scale if self._scale_of_scaler is None else self._scale_of_scaler or 1.0
         return self._averages_with(self._all_reduce.result(), known)
 
 
