@@ -14,7 +14,9 @@ without the first round, in which memory is allocated. No contender begins befor
 before it has ended.
 
 With `--device cuda`, the network is on a GPU. Then `stall` ends when the GPU has passed what was launched in
-the stream of the program. `copy` copies into pinned memory.
+the stream of the program, and `beside` is the time until our copy is complete: what the optimizer changes is
+copied in another stream, beside the next forward and backward passes, and the next optimizer step waits for
+it. `copy` copies into pinned memory.
 """
 
 from __future__ import annotations
@@ -87,11 +89,16 @@ def measure(width: int, rounds: int, folder: Path, device_type: str) -> dict[str
     trainer.program_reentry(model, optimizer)
     saved_at_boundary = trainer._training.state.save  # type: ignore[union-attr]
     stalls: dict[str, list[float]] = {"ours": [], "async": [], "copy": []}
+    if device.type == "cuda":
+        stalls["beside"] = []
 
     def save(**options: Any) -> None:
         begin = end_of_launched(device)
         saved_at_boundary(**options)
         stalls["ours"].append(end_of_launched(device) - begin)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            stalls["beside"].append(time.perf_counter() - begin)
         timer.wait()
         others()
 

@@ -229,12 +229,14 @@ def test_a_snapshot_is_a_copy_in_memory_that_the_device_can_write_to(device: tor
 
 @on_each_device
 def test_a_snapshot_has_the_state_from_before_what_follows_it(device: torch.device) -> None:
+    """The program changes its tensors at once, and the optimizer changes its own in the next step."""
     weight, moment = torch.randn(1 << 24, device=device), torch.randn(1 << 24, device=device)
     snapshot, expected = Snapshot(), torch.cat([weight, moment]).cpu()
     for _ in range(3):
-        snapshot.copy({"weight": weight, "moment": moment})
+        snapshot.copy({"weight": weight, "moment": moment}, changed_by_step=[moment])
         kept = weight.clone(), moment.clone()
         weight.zero_()
+        snapshot.before_step()
         moment.zero_()
         content = torch.frombuffer(bytearray(b"".join(snapshot.parts(1 << 24))), dtype=torch.float32)
         assert torch.equal(content, expected)
@@ -245,7 +247,7 @@ def test_a_snapshot_has_the_state_from_before_what_follows_it(device: torch.devi
 def test_a_snapshot_keeps_what_the_program_deletes(device: torch.device) -> None:
     snapshot, moment = Snapshot(), torch.randn(1 << 24, device=device)
     expected = moment.cpu().clone()
-    snapshot.copy({"moment": moment})
+    snapshot.copy({"moment": moment}, changed_by_step=[moment])
     del moment
     # On a GPU, this would be given the memory of the deleted tensor.
     torch.zeros(1 << 24, device=device)
@@ -274,7 +276,8 @@ def test_neither_a_snapshot_nor_the_next_step_waits_for_the_gpu() -> None:
         matrix = torch.mm(matrix, matrix).sin_()
     done = torch.cuda.Event()
     done.record()
-    snapshot.copy({"matrix": matrix, "moment": moment})
+    snapshot.copy({"matrix": matrix, "moment": moment}, changed_by_step=[moment])
+    snapshot.before_step()
     moment.zero_()
     assert not done.query(), "the GPU works for a second"
     snapshot.wait()

@@ -235,6 +235,7 @@ class Steps(Context):
             # replicas may have exchanged the statistics in backward() already.
             part.statistics.exchange()
             self._follow_trained(part)
+            self.checkpointing.before_step()
             part.adascale.step()
         except (RuntimeError, PeersLostError) as error:
             if not self.failure.peers_lost(error):

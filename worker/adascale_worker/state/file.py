@@ -128,12 +128,16 @@ def read_layout(header: bytes) -> StateFileLayout:
 class Snapshot:
     """A copy of a state, in memory that is allocated once and used again.
 
-    From a GPU, `copy` launches the copies, and does not wait for them: what reads the copy does.
+    From a GPU, `copy` launches the copies, and neither it nor training waits for them: what reads the copy
+    does.
     """
 
     # It takes as much memory as the tensors of the state. For tensors on a GPU the memory is pinned, so that
-    # they are copied at the full speed of the bus; torch rounds its size up to a power of two. What the
-    # program launches later follows the copies in its stream.
+    # they are copied at the full speed of the bus; torch rounds its size up to a power of two.
+    #
+    # Tensors that only the optimizer's step changes are copied in a stream of their own, beside the next
+    # forward and backward passes, and `before_step` lets the step wait for that, on the GPU. The program may
+    # change all other tensors at any time, so they are copied in its own stream.
 
     def __init__(self) -> None:
         self._spec = b""
@@ -141,21 +145,36 @@ class Snapshot:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: list[Tensor] = []
         self._weights: list[Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._copied: dict[torch.device, torch.cuda.Event] = {}
         """Events that happen when all tensors of a GPU are copied."""
+        self._sources: Sequence[Tensor] = ()
+        """The tensors that are copied: their memory must not be used for anything else meanwhile."""
+        self._step_must_wait = False
 
-    def copy(self, state: Any, weights: Sequence[Tensor] = ()) -> None:
-        """Copy a state, in place of the last one."""
+    def copy(
+        self, state: Any, weights: Sequence[Tensor] = (), changed_by_step: Iterable[Tensor] = ()
+    ) -> None:
+        """Copy a state, in place of the last one.
+
+        Nothing may change `changed_by_step` until `before_step` is called.
+        """
         self.wait()
         self._spec, tensors = tree.flatten(state)
         self._prepare(tensors)
+        self._sources = tensors
+        later = {tensor.data_ptr() for tensor in changed_by_step if tensor.is_cuda and tensor.numel()}
+        beside: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for view, tensor in zip(self._views, tensors, strict=True):
-            view.copy_(tensor, non_blocking=True)
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            # The thread that waits for it sleeps.
-            copied = torch.cuda.Event(blocking=True)
-            copied.record(torch.cuda.current_stream(device))
-            self._copied.append(copied)
+            if tensor.is_cuda:
+                beside.setdefault(tensor.device, [])
+            if tensor.data_ptr() in later:
+                beside[tensor.device].append((view, tensor))
+            else:
+                view.copy_(tensor, non_blocking=True)
+        for device, pairs in beside.items():
+            self._copied[device] = self._copy_beside(device, pairs)
+        self._step_must_wait = bool(later)
         addresses = {weight.data_ptr() for weight in weights}
         self._weights = [
             view
@@ -163,11 +182,18 @@ class Snapshot:
             if tensor.data_ptr() in addresses and tensor.is_floating_point()
         ]
 
+    def before_step(self) -> None:
+        """Let what the program launches from now on wait for the copies, on the GPU. The program does not."""
+        if self._step_must_wait:
+            self._step_must_wait = False
+            for device, copied in self._copied.items():
+                torch.cuda.current_stream(device).wait_event(copied)
+
     def wait(self) -> None:
         """Wait until the state is copied. May be called in any thread."""
-        for copied in self._copied:
+        for copied in self._copied.values():
             copied.synchronize()
-        self._copied = []
+        self._sources = ()
 
     @property
     def weights(self) -> Sequence[Tensor]:
@@ -200,6 +226,20 @@ class Snapshot:
         length = data_bytes(self._layouts)
         for start in range(0, length, chunk_bytes):
             yield content[start : min(start + chunk_bytes, length)]
+
+    def _copy_beside(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        """Copy tensors in a stream of their own, and return the event of the last copy."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for view, tensor in pairs:
+                view.copy_(tensor, non_blocking=True)
+        # The thread that waits for it sleeps.
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(stream)
+        return copied
 
     def _prepare(self, tensors: Sequence[Tensor]) -> None:
         """Divide the memory into a view for each tensor."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -182,6 +182,7 @@ class Checkpointing:
         durable: bool = False,
         only_if_latest: bool = False,
         weights: Sequence[Tensor] = (),
+        changed_by_step: Iterable[Tensor] = (),
     ) -> None:
         """Save a checkpoint, if `weights` are finite: while training continues, or before this returns if
         `final` (the end of training) or `durable`. A collective call.
@@ -191,7 +192,7 @@ class Checkpointing:
             self._saved_at = time.monotonic()
             if not final and not durable:
                 if self.group.rank == 0:
-                    self.start(make_state(), info, weights)
+                    self.start(make_state(), info, weights, changed_by_step)
             else:
                 failure = None
                 try:
@@ -234,6 +235,7 @@ class Checkpointing:
         state: Tree,
         info: CheckpointInfo,
         weights: Sequence[Tensor] = (),
+        changed_by_step: Iterable[Tensor] = (),
     ) -> None:
         """Copy `state`, and begin to write the copy. If a checkpoint is still being written, do nothing.
 
@@ -247,7 +249,7 @@ class Checkpointing:
         failure = None
         try:
             with _copy_errors():
-                self._snapshot.copy(state, weights)
+                self._snapshot.copy(state, weights, changed_by_step)
         except CheckpointError as error:
             # The other processes learn of it in the thread.
             failure = error
@@ -298,6 +300,13 @@ class Checkpointing:
         if time.monotonic() - self._began <= self.interval:
             self._has_reported_delay = False
         self.manifest = manifest
+
+    def before_step(self) -> None:
+        """Let the step of the optimizer, which comes next, wait for the copy of what it changes.
+
+        On a GPU; the program does not wait.
+        """
+        self._snapshot.before_step()
 
     def release_memory(self) -> None:
         """Release the memory of the copied state, before this replica receives another state.

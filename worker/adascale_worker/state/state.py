@@ -33,6 +33,7 @@ from adascale_worker.process.snapshot_place import (
 )
 from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
 from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.state import tree
 from adascale_worker.state.file import KEY, Shards, converted, division_of, local_part, with_local
 from adascale_worker.state.program import ProgramState, Stateful, load_model
@@ -342,6 +343,7 @@ class State:
             durable=durable,
             only_if_latest=alone,
             weights=self._weights.weights(),
+            changed_by_step=_tensors_of(self._program.optimizer.state),
         )
 
     def save_if_possible(self, *, alone: bool = False) -> bool:
@@ -579,3 +581,14 @@ class State:
 
 def _print_unusable_copy(error: AdaScaleError) -> None:
     print(f"adascale: the state that the agent has kept in memory cannot be used: {error}", flush=True)
+
+
+def _tensors_of(state: Mapping[Any, Any]) -> list[Tensor]:
+    """Return the tensors that an optimizer keeps for its parameters."""
+    return [
+        local_shard(value)
+        for kept in state.values()
+        if isinstance(kept, Mapping)
+        for value in kept.values()
+        if isinstance(value, Tensor)
+    ]
