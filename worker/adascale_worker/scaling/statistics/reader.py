@@ -193,6 +193,7 @@ class HookedGradients(GradientReader):
         self._flat: list[Tensor] = []
         self._group_of: list[int] = []
         self._handles: dict[int, RemovableHandle] = {}
+        self._reads_together = False
 
     def observe(self, options: GainOptions) -> None:
         """Observe the passes of the next step. Hooks that are already there stay.
@@ -201,6 +202,13 @@ class HookedGradients(GradientReader):
         that the program has added later.
         """
         super().observe(options)
+        ddp = self.ddp
+        # Too late where `.grad` is a view of DDP's bucket, or DDP averages before our callback.
+        self._reads_together = (
+            ddp is not None
+            and options.accumulation == 1
+            and not (ddp.gradient_as_bucket_view or ddp.static_graph)
+        )
         groups = self._parameters.groups()
         flat = [parameter for group in groups for parameter in group]
         if len(flat) != len(self._flat) or any(a is not b for a, b in zip(flat, self._flat, strict=True)):
@@ -270,7 +278,9 @@ class HookedGradients(GradientReader):
         self._pass_ids: set[int] = set()
         self._ignored_ids: set[int] = set()
         self._norms: list[tuple[int, Tensor]] = []
-        """The norm of each gradient of the step, with its parameter group."""
+        """Norms whose squares add up to those of the micro-gradients, each with its parameter group."""
+        self._arrived: list[int] = []
+        """What is read from `.grad` at the end of the pass, which takes less time than one by one."""
         self._has_inner_pass = False
 
     def sum_of_sqr_norms(self) -> Tensor:
@@ -290,7 +300,9 @@ class HookedGradients(GradientReader):
         """Read a micro-gradient before it is added to `.grad`."""
         if backward_pass_id() not in self._pass_ids and not self._enter_pass(index):
             return
-        if self._options.micro_gradients > 1:
+        if self._options.micro_gradients > 1 and self._reads_together:
+            self._arrived.append(index)
+        elif self._options.micro_gradients > 1:
             norm = self._metric.norm(self._flat[index], require_dense(gradient).detach())
             self._norms.append((self._group_of[index], norm))
 
@@ -311,6 +323,17 @@ class HookedGradients(GradientReader):
         call_at_end_of_backward(self._before_averaging)
 
     def _before_averaging(self) -> None:
+        arrived, self._arrived = dict.fromkeys(self._arrived), []
+        for group in {self._group_of[index]: None for index in arrived}:
+            own = [self._flat[index] for index in arrived if self._group_of[index] == group]
+            gradients = [require_dense(each.grad).detach() for each in own if each.grad is not None]
+            if len(gradients) < len(own):
+                raise LookupError(
+                    "a gradient was removed during the backward pass; set .grad to None after backward() "
+                    "returns"
+                )
+            sqr_norm = self._metric.sqr_norm(own, gradients, self._parameters.device)
+            self._norms.append((group, sqr_norm.sqrt()))
         call_at_end_of_backward(self._after_averaging)
 
     def _after_averaging(self) -> None:
