@@ -15,7 +15,7 @@ class Network(nn.Module):
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls.data += 1  # whose version does not count it
         output: torch.Tensor = self.norm(x)
         return output
 

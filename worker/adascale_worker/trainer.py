@@ -830,9 +830,9 @@ class ElasticTrainer:
         """End training before all requested steps or epochs are done, for example because of early stopping.
 
         Saves the end of training. `trainer.finished` is then true, and the data loop ends: on one replica at
-        once, on several after the next step, if any of them has called this. A program that leaves its loop
-        at once has to call it on all replicas after the same step, or else fails. If a replica has several
-        processes, all of them call it.
+        once, on several after one of the next steps, the same on all, if any of them has called this. A
+        program that leaves its loop at once has to call it on all replicas after the same step, or else
+        fails. If a replica has several processes, all of them call it.
 
         Args:
             reason: shown in the result of the job.

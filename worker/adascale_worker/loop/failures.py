@@ -55,6 +55,7 @@ _COLLECTIVE_MODULES = (
     "torch.autograd",
     "torch.distributed",
     "torch.nn.parallel",
+    "adascale_worker.gradients",
     "adascale_worker.membership.process_group",
     "adascale_worker.scaling.statistics",
 )
@@ -227,6 +228,7 @@ class Failures(Context):
             f"{CHECKS * POLL_INTERVAL:g} s: ending this process, so that another one joins the others\n"
         )
         code = EXIT_PEER_LOST
+        self.watches_steps = False  # A step timeout must not end the process while it saves.
         try:
             if self._save_beside():
                 code = EXIT_REENTRY
@@ -305,7 +307,7 @@ class Failures(Context):
     def _place_of_program(self) -> tuple[str, bool]:
         """Return where the program is (`train.py, line 41, in load`), and whether it waits for others."""
         frame, module = self._frame()
-        waits = self.group.replicas > 1 and module.startswith((*_COLLECTIVE_MODULES, "adascale_worker"))
+        waits = self.group.replicas > 1 and module.startswith(_COLLECTIVE_MODULES)
         while frame is not None and is_own(frame) and frame.f_back is not None:
             frame = frame.f_back
         return "" if frame is None else f"{location(frame)}, in {frame.f_code.co_name}", waits

@@ -34,7 +34,6 @@ from adascale_worker.program.program_loop import ProgramPlace
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.tree import Tree
-from adascale_worker.torch_private.autograd import version_of
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
@@ -109,23 +108,14 @@ class ModelBuffers:
         self._model = model
         self._copies: list[tuple[torch.nn.Module, str, Tensor, Tensor]] = []
         """Module, name, buffer and copy; empty between two steps."""
-        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
-        """Buffer, version and copy: what does not change, such as a mask, is copied once."""
 
     def begin_step(self) -> None:
-        """Copy the buffers, at the beginning of a step."""
-        before, self._known, self._copies = self._known, {}, []
-        for module in self._model.modules():
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                copied, version = None, version_of(buffer)
-                known = before.get(id(buffer))
-                # The kernels of BatchNorm change `running_mean` without counting a version.
-                if known is not None and known[0] is buffer and not name.startswith("running_"):
-                    copied = known[2] if known[1] == version else None
-                if copied is None:
-                    copied = buffer.detach().clone()
-                self._known[id(buffer)] = buffer, version, copied
-                self._copies.append((module, name, buffer, copied))
+        """Copy the buffers, at the beginning of a step. Their versions do not count what `.data` changes."""
+        self._copies = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in self._model.modules()
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
 
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""
@@ -156,6 +146,8 @@ class Steps(Context):
     _finish_line = ""
     _agrees_at = 0
     """The step after which the replicas exchange requests next."""
+    _agreed = 0, float("-inf")
+    """The step after which they have exchanged requests, and when."""
     _has_changed = False  # whether the last call has changed the weights
     _skipped_steps = 0
     _finished_in: int | None = None
@@ -312,7 +304,7 @@ class Steps(Context):
         self.generations.send_once(Stepped(self.group.generation))
         try:
             now = time.monotonic()
-            self._agree(now - self._stepped_at)
+            self._agree(now)
             self._stepped_at = now
             self.telemetry.compare(self.slow)
             times.begin_computation()
@@ -452,8 +444,8 @@ class Steps(Context):
 
     # -- what the replicas agree on -----------------------------------------------------------------------
 
-    def _agree(self, seconds: float) -> None:
-        """Exchange requests after a step of this duration, if it is due. A collective call.
+    def _agree(self, now: float) -> None:
+        """Exchange requests after a step that has ended now, if it is due. A collective call.
 
         The requests are followed by the steps until the next exchange, from rank 0, and by two numbers of
         each replica: the time for which it computes in a step, and the error of that time. The others add 0.
@@ -463,7 +455,10 @@ class Steps(Context):
             return
         interval = 0.0
         if group.is_main:
+            # The mean of the steps since the last exchange, with evaluations and waits for data.
+            seconds = (now - self._agreed[1]) / max(step - self._agreed[0], 1)
             interval = min(max(AGREEMENT_INTERVAL // max(seconds, 1e-6), 1.0), MAX_UNAGREED_STEPS)
+        self._agreed = step, now
         times, first = [0.0] * 2 * group.replicas, 2 * group.rank
         times[first : first + 2] = self.times.typical
         requested = self._requests().flags()

@@ -150,14 +150,23 @@ def _replaced(current: Any, value: Any) -> Any:
 def _plain(value: Any) -> Any:
     """A tensor of one element as a number, sequences as lists, mappings as dicts."""
     if isinstance(value, torch.Tensor):
-        # In float32, 0.1 has other digits behind the seventh.
-        is_rounded = value.ndim == 0 and value.is_floating_point() and value.dtype is not torch.float64
-        return float(f"{float(value):.7g}") if is_rounded else value.tolist()
+        return _shortest(value) if value.ndim == 0 and value.is_floating_point() else value.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     return value
+
+
+def _shortest(value: torch.Tensor) -> float:
+    """Return the number with the fewest digits that is `value` in its type: 0.1 for float32(0.1)."""
+    value = value.cpu()
+    exact = float(value)
+    for digits in range(1, 17):
+        number = float(f"{exact:.{digits}g}")
+        if torch.tensor(number, dtype=value.dtype) == value:
+            return number
+    return exact
 
 
 def _is_plain(value: object) -> bool:

@@ -244,11 +244,15 @@ class HookedGradients(GradientReader):
             return False
         if self._options.micro_gradients == 1:
             return True
-        return bool(self._norms) and all(
-            self._comes_last(index)
-            if index in self._handles
-            else parameter.grad is None or not parameter.requires_grad
-            for index, parameter in enumerate(self._flat)
+        return (
+            bool(self._norms)
+            and not self._has_lost
+            and all(
+                self._comes_last(index)
+                if index in self._handles
+                else parameter.grad is None or not parameter.requires_grad
+                for index, parameter in enumerate(self._flat)
+            )
         )
 
     def problem(self) -> str | None:
@@ -281,7 +285,7 @@ class HookedGradients(GradientReader):
         """Norms whose squares add up to those of the micro-gradients, each with its parameter group."""
         self._arrived: list[int] = []
         """What is read from `.grad` at the end of the pass, which takes less time than one by one."""
-        self._has_inner_pass = False
+        self._has_inner_pass = self._has_lost = False
 
     def sum_of_sqr_norms(self) -> Tensor:
         """Return the sum of the squared norms of the local micro-gradients: shape (groups,)."""
@@ -327,11 +331,9 @@ class HookedGradients(GradientReader):
         for group in {self._group_of[index]: None for index in arrived}:
             own = [self._flat[index] for index in arrived if self._group_of[index] == group]
             gradients = [require_dense(each.grad).detach() for each in own if each.grad is not None]
-            if len(gradients) < len(own):
-                raise LookupError(
-                    "a gradient was removed during the backward pass; set .grad to None after backward() "
-                    "returns"
-                )
+            if len(gradients) < len(own):  # An optimizer in the backward pass has used them.
+                self._has_lost = True
+                continue
             sqr_norm = self._metric.sqr_norm(own, gradients, self._parameters.device)
             self._norms.append((group, sqr_norm.sqrt()))
         call_at_end_of_backward(self._after_averaging)
