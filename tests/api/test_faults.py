@@ -105,7 +105,8 @@ def test_requests_to_a_locked_database_fail_within_their_deadline_and_so_does_th
             assert service.stop() == 0
             assert time.monotonic() - started < 5
             for answer in waiting:
-                assert answer.exception() is not None or answer.result()[0] == 503
+                # 500 if it has outlived the time for open requests.
+                assert answer.exception() is not None or answer.result()[0] in (500, 503)
         lock.close()
         assert "Traceback" not in service.log()
 

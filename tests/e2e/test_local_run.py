@@ -326,7 +326,8 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
         )
         assert run.wait_for_exit() == 0
         assert "Finished at progress 12," in run.output
-        result, hint = run.output.splitlines()[-2:]
+        result, comparison, hint = run.output.splitlines()[-3:]
+        assert "on one replica" in comparison
         assert "loss" in result
         assert "`adascale ui` shows it" in hint
         assert run.processes() == []

@@ -154,6 +154,7 @@ def test_a_pod_that_is_replaced_leaves_after_another_has_joined_at_the_cost_of_n
 @pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_slow_replica_at_the_cost_of_no_step(job: Job) -> None:
     options = {**LONG, "BOUNDS": json.dumps({"batch_size": 12}), "EPOCHS": 250, "STEP_SECONDS": 0.004}
+    options["ADASCALE_CHECKPOINT_INTERVAL"] = 1  # A step after a checkpoint is not compared.
     job.service.allocate(1, 2, spares=1)
     job.start(0, **options)
     job.start(1, **{**options, "STEP_SECONDS": 0.06})

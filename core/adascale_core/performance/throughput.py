@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import exp, log
 from operator import attrgetter
-from statistics import fmean
+from statistics import median
 from typing import Final
 
 import numpy as np
@@ -116,14 +116,14 @@ def single_replica_seconds(
 ) -> tuple[float, float] | None:
     """Return between which the time of a progress on one replica with the initial batch is; None if unknown.
 
-    The prediction from measured step times, and twice the standard deviation of these from the model.
+    The prediction from measured step times, and three times the median error of these.
     """
     times, plans = usable(tuple(measured)), batch_choice(bounds, 1)
     model = StepTimeModel.fit(times)
     if model is None or not plans:
         return None
-    errors = [log(each.step_time / model.step_time(each.plan, each.nodes)) for each in times]
-    spread = exp(2 * max(fmean(error**2 for error in errors) ** 0.5, NOISE))
+    errors = [abs(log(each.step_time / model.step_time(each.plan, each.nodes))) for each in times]
+    spread = exp(max(3 * median(errors), 2 * NOISE))  # For a normal distribution, two standard deviations.
     seconds = progress / plans[0].scale(bounds) * model.step_time(plans[0])
     return seconds / spread, seconds * spread
 

@@ -243,7 +243,7 @@ class Comparison(Message):
         seconds: the time in which it had replicas.
         single_steps: the steps on one replica, which are the progress.
         single_seconds: bounds of the time on one replica, lower and upper: the step time that is predicted
-            from the measured ones, and twice the standard deviation of these from the prediction.
+            from the measured ones, and three times the median error of these.
     """
 
     steps: int
