@@ -60,13 +60,14 @@ def longest_silence(steps: list[dict[str, Any]], since: float) -> float:
     return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
 
 
-# Alone, because the count to which it grows follows from step times, which other tests on these cores change.
+# Alone, and with slow samples, because the count to which it grows follows from step times, which other
+# programs on these cores change.
 @pytest.mark.disturbs
 def test_a_pod_of_high_priority_takes_extra_pods_and_no_step_is_lost(
     system: System, workspace: Workspace, four: Devices
 ) -> None:
     near = four.nodes[0]
-    environ = {"CHAOS_FOLDER": "/tmp", "PACE": "0.01", "OMP_NUM_THREADS": "1"}
+    environ = {"CHAOS_FOLDER": "/tmp", "PACE": "0.03", "OMP_NUM_THREADS": "1"}
     with priority_classes(system, high=1_000_000, core=1000, spare=-10) as classes:
         job = workspace.submit(
             job_manifest(
