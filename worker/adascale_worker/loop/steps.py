@@ -146,13 +146,13 @@ class Steps(Context):
     _finish_line = ""
     _agrees_at = 0
     """The step after which the replicas exchange requests next."""
-    _agreed = 0, float("-inf")
+    _exchanged = 0, float("-inf")
     """The step after which they have exchanged requests, and when."""
     _has_changed = False  # whether the last call has changed the weights
     _skipped_steps = 0
     _finished_in: int | None = None
     """The number of the batch for which the program has called `finish`."""
-    _stepped_at = float("-inf")
+    has_stepped = False  # whether this process has made a step
     _is_open = False
     """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
 
@@ -160,11 +160,6 @@ class Steps(Context):
         super().__init__(known)
         self.agreed = Requests()
         """What all replicas have agreed on."""
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether this process has made a step."""
-        return self._stepped_at > float("-inf")
 
     @property
     def awaits_micro_batches(self) -> bool:
@@ -303,9 +298,8 @@ class Steps(Context):
         self.telemetry.step(planner.plan, planner.bounds, is_divided=is_divided)
         self.generations.send_once(Stepped(self.group.generation))
         try:
-            now = time.monotonic()
-            self._agree(now)
-            self._stepped_at = now
+            self._agree()
+            self.has_stepped = True
             self.telemetry.compare(self.slow)
             times.begin_computation()
             self._check_weights()
@@ -444,8 +438,8 @@ class Steps(Context):
 
     # -- what the replicas agree on -----------------------------------------------------------------------
 
-    def _agree(self, now: float) -> None:
-        """Exchange requests after a step that has ended now, if it is due. A collective call.
+    def _agree(self) -> None:
+        """Exchange requests after a step, if it is due. A collective call.
 
         The requests are followed by the steps until the next exchange, from rank 0, and by two numbers of
         each replica: the time for which it computes in a step, and the error of that time. The others add 0.
@@ -453,12 +447,12 @@ class Steps(Context):
         group, step = self.group, self.progress.step
         if step < self._agrees_at:
             return
-        interval = 0.0
+        now, interval = time.monotonic(), 0.0
         if group.is_main:
             # The mean of the steps since the last exchange, with evaluations and waits for data.
-            seconds = (now - self._agreed[1]) / max(step - self._agreed[0], 1)
+            seconds = (now - self._exchanged[1]) / max(step - self._exchanged[0], 1)
             interval = min(max(AGREEMENT_INTERVAL // max(seconds, 1e-6), 1.0), MAX_UNAGREED_STEPS)
-        self._agreed = step, now
+        self._exchanged = step, now
         times, first = [0.0] * 2 * group.replicas, 2 * group.rank
         times[first : first + 2] = self.times.typical
         requested = self._requests().flags()

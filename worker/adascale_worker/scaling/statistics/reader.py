@@ -327,9 +327,11 @@ class HookedGradients(GradientReader):
         call_at_end_of_backward(self._before_averaging)
 
     def _before_averaging(self) -> None:
-        arrived, self._arrived = dict.fromkeys(self._arrived), []
-        for group in {self._group_of[index]: None for index in arrived}:
-            own = [self._flat[index] for index in arrived if self._group_of[index] == group]
+        arrived: dict[int, list[Tensor]] = {}
+        for index in dict.fromkeys(self._arrived):
+            arrived.setdefault(self._group_of[index], []).append(self._flat[index])
+        self._arrived = []
+        for group, own in arrived.items():
             gradients = [require_dense(each.grad).detach() for each in own if each.grad is not None]
             if len(gradients) < len(own):  # An optimizer in the backward pass has used them.
                 self._has_lost = True
