@@ -74,6 +74,19 @@ class SavedElsewhere(Message):
 
 
 @dataclass(frozen=True)
+class Spent(Message):
+    """How it has spent its time.
+
+    Args:
+        seconds: by `Cause`, since it was started.
+        present: the cause of the time since then; empty in a step, whose end tells.
+    """
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    present: str = ""
+
+
+@dataclass(frozen=True)
 class TrainingSaved(Message):
     """The end of training is saved; the program may still evaluate."""
 
@@ -155,6 +168,7 @@ TrainerMessage = (
     | Limited
     | Stalled
     | SavedElsewhere
+    | Spent
     | TrainingSaved
     | Finished
     | Terminated

@@ -6,11 +6,12 @@ within what it can answer, and returns them in its answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from adascale_core.messages import Message
+from adascale_core.messages.replica_seconds import ReplicaSeconds
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT_INTERVAL
 
 
@@ -40,7 +41,7 @@ def agent_of(instance: str) -> str:
     return instance.rpartition(".")[0] or instance
 
 
-_SINCE_0_1_0 = ("snapshot_port", "pid")
+_SINCE_0_1_0 = ("snapshot_port", "pid", "seconds")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Registration(Message):
         snapshot_port: port on which its agent sends the copies of the state in its memory to the agents of
             other replicas; 0 if there is none.
         pid: the process id of its trainer, in the namespace of its agent; 0 if no trainer runs.
+        seconds: the seconds since its agent was started, by `Cause`.
     """
 
     replica: int
@@ -99,6 +101,7 @@ class Registration(Message):
     local_bsz_limit: int | None = None
     snapshot_port: int = 0
     pid: int = 0
+    seconds: ReplicaSeconds = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object, without what version 0.1.0 refuses if it is 0."""

@@ -30,6 +30,7 @@ from adascale_core.failures import (
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView
 from adascale_core.messages.channel import Assignment, Hold, Release, Terminate
 from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.replica_seconds import Cause
 from adascale_core.names import (
     ENV_ADDRESS,
     ENV_API_URL,
@@ -44,6 +45,7 @@ from adascale_core.names import (
 from adascale_core.rendezvous.instruction import Instruction, instruction, is_taken_for_lost
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.link_check import LinkCheck
+from adascale_worker.agent.replica_time import ReplicaTime
 from adascale_worker.agent.snapshots import Snapshots
 from adascale_worker.agent.trainer_process import TrainerProcess, TrainerStatus, reap_orphans
 from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
@@ -125,7 +127,8 @@ class Agent:
         self._parent = os.getppid()
         self._is_terminating = False
         """Whether the agent must exit, by SIGTERM, SIGINT, SIGHUP or the death of its parent."""
-        self._heartbeat = Heartbeat(client, job_id, self._notify)
+        self._time = ReplicaTime()
+        self._heartbeat = Heartbeat(client, job_id, self._notify, self._time.seconds)
         self._snapshots: Snapshots | None = None
         if ENV_SNAPSHOT_FILES not in environ:
             self._snapshots = Snapshots(replica, address, lambda: self._heartbeat.key, self._notify)
@@ -272,6 +275,7 @@ class Agent:
 
     def _start_trainer(self, desired: Allocation) -> TrainerProcess:
         self._trainers += 1
+        self._time.follow(Cause.STARTING, None)
         self._assignment, self._held, self._released = None, 0, False
         self._kill_at, self._terminate_sent = math.inf, False
         self._link_check = LinkCheck(self._replica)
@@ -310,6 +314,7 @@ class Agent:
                 return code
             now = time.monotonic()
             status = trainer.status
+            self._time.follow(self._phase(status), status.spent)
             if not self._is_terminating:
                 self._raise_refusal(trainer)
             elif not self._terminate_sent:
@@ -332,6 +337,17 @@ class Agent:
                 trainer.kill()
                 self._kill_at = now + KILL_INTERVAL
             self._wait()
+
+    def _phase(self, status: TrainerStatus) -> Cause:
+        """Return what a replica does whose trainer does not measure its time yet."""
+        if status.port is None or self._assignment is not None:
+            return Cause.STARTING
+        if self._registered is None or self._registered.instance != self._instance:
+            return Cause.CHECK
+        active, desired = self._view.active, self._view.desired
+        if active is None or desired is None or self._view.broken or not desired.spares:
+            return Cause.STARTING
+        return Cause.SPARE if active.replicas >= desired.replicas else Cause.STARTING
 
     def _may_register(self, trainer: TrainerProcess) -> bool:
         """Whether a trainer is registered already, or its replica reaches the members that train."""
@@ -411,9 +427,14 @@ class Agent:
     def _handle_exit(self, trainer: TrainerProcess, code: int) -> int | None:
         """Return the exit code of the agent; None if it starts another trainer."""
         status = trainer.status
+        self._time.follow(Cause.STARTING, status.spent)
+        was_killed = classify_exit(code) in (ExitClass.KILLED, ExitClass.PEER_LOST)
+        self._time.end_trainer(Cause.REPEATED if was_killed else Cause.PROGRAM)
         if code == EXIT_CHECK_FAILED and status.port is None:
             raise self._check_failure(_error_of(trainer))
         state = self._state_after_exit(trainer, code)
+        if state is ReplicaState.FINISHED:
+            self._time.follow(Cause.PROGRAM, None)
         if state is ReplicaState.FINISHED:
             if self._has_finished_on_rank_0(trainer):
                 return self._exit(trainer, state, EXIT_FINISHED)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from adascale_client import Backoff, MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_core.messages.allocation import AllocationView, MemberView
 from adascale_core.messages.registration import MAX_INTERVAL, Registration, change_wait
+from adascale_core.messages.replica_seconds import ReplicaSeconds
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 
 CHANGE_TIMEOUT = 20.0
@@ -31,11 +32,13 @@ class Heartbeat:
         client: MetricsServiceClient,
         job_id: str,
         on_change: Callable[[], None],
+        seconds: Callable[[], ReplicaSeconds] = dict,  # of the replica, by cause
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._job_id = job_id
         self._clock = clock
+        self._seconds = seconds
         self._on_change = on_change
         self._changed = threading.Condition()
         self._registration: Registration | None = None
@@ -109,9 +112,9 @@ class Heartbeat:
     def _send(self, registration: Registration) -> MemberView:
         """Send a registration, without what version 0.1.0 of the service refuses if it does."""
         try:
-            return self._client.register(self._job_id, registration)
+            return self._client.register(self._job_id, replace(registration, seconds=self._seconds()))
         except ServiceRefusedError as error:
-            if error.status != 422 or not (registration.snapshot_port or registration.pid):
+            if error.status != 422:
                 raise
         return self._client.register(self._job_id, replace(registration, snapshot_port=0, pid=0))
 

@@ -40,6 +40,7 @@ from adascale_core.messages.channel import (
     Refuse,
     Running,
     SavedElsewhere,
+    Spent,
     Stalled,
     Stepped,
     Terminated,
@@ -49,6 +50,7 @@ from adascale_core.messages.channel import (
     trainer_message,
 )
 from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.replica_seconds import Cause
 from adascale_core.names import (
     ENV_AGENT_SOCKET,
     ENV_LOCAL_RANK,
@@ -202,6 +204,7 @@ class TrainerStatus:
     local_bsz_limit: int | None = None
     # the generation of the checkpoint that it cannot replace, because it runs in an earlier one
     saved: int = 0
+    spent: Spent = Spent(present=Cause.STARTING)  # how it has spent its time
     # the exit code with which it ends. None if it runs, was killed or has ended by os._exit.
     exit_code: int | None = None
 
@@ -234,6 +237,8 @@ class TrainerStatus:
                 return replace(self, local_bsz_limit=limit)
             case SavedElsewhere(generation):
                 return replace(self, saved=max(self.saved, generation))
+            case Spent():
+                return replace(self, spent=message)
             case Stalled(stall):
                 return replace(self, stall=stall[:MAX_STALL_LENGTH])
             case TrainingSaved():

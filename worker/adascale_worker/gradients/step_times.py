@@ -30,6 +30,8 @@ class StepTimes:
         """The exchanges of the present step: marks of the clock at their beginning and end."""
         self._exchanged: deque[tuple[None, list[Span]]] = deque(maxlen=MAX_PENDING)
         self._sync_time: float | None = None
+        self._waited = 0.0
+        """Seconds of exchanges that `take_waited` has not returned."""
         self._spans: list[Span] = []
         """Those of the computation."""
         self._since: Any = None
@@ -54,6 +56,12 @@ class StepTimes:
             self._exchanges = []
         for _, seconds in self._clock.take(self._exchanged):
             self._sync_time = seconds
+            self._waited += seconds
+
+    def take_waited(self) -> float:
+        """Return the seconds for which steps have waited for the exchange of gradients since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def sync_time(self) -> float | None:
         """Return the seconds for which a recent step has waited for the exchange of gradients.

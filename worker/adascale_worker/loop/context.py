@@ -28,6 +28,7 @@ from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter
+from adascale_worker.reporting.time_spent import TimeSpent
 from adascale_worker.reporting.trackers import Tracker
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.state import SnapshotMemory
@@ -213,6 +214,7 @@ class Replica:
         self.snapshot_memory = _open_snapshots(snapshot_files) if processes is None and has_agent else None
         """In the memory of the agent."""
         self.channel = AgentChannel(agent_socket, replica_store)
+        self.spent = TimeSpent(self.channel.send)
         self.tracker = tracker
         """Gets the reports too."""
         self.run = _run_of_job(incarnation)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from adascale_core.messages.replica_seconds import Cause
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
 from adascale_worker.membership.links import PeersLostError
@@ -484,7 +485,8 @@ class EvaluationSequence(Context):
         self.telemetry.step_timer.pause()
         self.loop.is_evaluating = True
         try:
-            yield
+            with self.spent.measured(Cause.EVALUATION):
+                yield
         finally:
             self.telemetry.step_timer.pause()
             self.loop.is_evaluating = False

@@ -5,6 +5,7 @@ Without an agent there is one generation, which `begin_alone` enters.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import socket
@@ -14,6 +15,7 @@ from typing import Final, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from adascale_client import ServiceError
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import (
@@ -31,6 +33,7 @@ from adascale_core.messages.channel import (
     TrainerMessage,
     agent_message,
 )
+from adascale_core.messages.replica_seconds import Cause
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_worker.errors import (
     CheckpointError,
@@ -231,6 +234,11 @@ class Generations(Context):
 
         Waits for it if the present one was tried already, and for another one while members are lost.
         """
+        with self.spent.measured(Cause.CHANGE):
+            self._enter()
+        self.spent.begin()
+
+    def _enter(self) -> None:
         self._is_entering = True
         form = self._form if self.group.own.is_leader else self._follow_leader
         while True:
@@ -439,7 +447,7 @@ class Generations(Context):
         """
         group, checkpointing, trained = self.group, self.checkpointing, self.program.trained
         failure: tuple[str, str] | None = None
-        loaded = None
+        loaded, reported = None, 0
         if group.rank > 0:
             group.settle()
         else:
@@ -449,6 +457,7 @@ class Generations(Context):
                 group.settle(failed=self._continues_elsewhere())
                 if loaded is not None:
                     self.state.restore(loaded)
+                    reported = _last_reported_step()
                     self.feed.begin_from_checkpoint()
                 elif self.state.is_mixed:
                     # Nobody has the state any more, of which this replica had received a part.
@@ -458,7 +467,10 @@ class Generations(Context):
             failure = next((each for each in group.own.exchange(failure) if each is not None), None)
         # More steps may be required now than when the end of training was saved.
         is_final = loaded is not None and self.state.has_loaded_final and self.job.finished
-        is_restored, is_final, failure = group.broadcast((loaded is not None, is_final, failure))
+        is_restored, is_final, failure, reported = group.broadcast(
+            (loaded is not None, is_final, failure, reported)
+        )
+        self.spent.repeated_until = reported
         if failure is not None:
             raise shared_error(failure, SHARED_ERRORS, WorkerError)
         checkpointing.keep_final(is_final=is_final)
@@ -498,6 +510,7 @@ class Generations(Context):
 
     def recover(self) -> None:
         """Discard the step in which members were lost, and enter another generation."""
+        self.spent.discard_step(self.telemetry.step_timer.recent_median)
         self.steps.discard()
         if self.failure.lacks_memory:
             release_memory()
@@ -514,6 +527,10 @@ class Generations(Context):
 
     def change(self) -> None:
         """Do what the members have agreed on: terminated members leave, or all enter a newer generation."""
+        with self.spent.measured(Cause.CHANGE):
+            self._change()
+
+    def _change(self) -> None:
         group = self.group
         rows = group.gather([self.shutdown_request.is_made, self._newest_generation])
         terminated = leaving = {rank for rank, row in enumerate(rows) if row[0]}
@@ -562,11 +579,20 @@ class Generations(Context):
         if self.shutdown_request.is_made:
             self.send_once(Terminated())
         self.telemetry.close()
+        self.spent.close()
         self.group.destroy()
         # The handler may end the program.
         self.process_exit.code = code
         self.shutdown_request.call_program_handler()
         self.process_exit.exit(code)
+
+
+def _last_reported_step() -> int:
+    """Return the last step that was reported of the job; 0 if the service has none, or does not answer."""
+    service = environment.read_service(os.environ)
+    with contextlib.suppress(ServiceError):
+        return service[0].get_gain(service[1]).report.step if service is not None else 0
+    return 0
 
 
 def _secret_of(assignment: Assignment) -> str:

@@ -292,9 +292,9 @@ class Steps(Context):
             (self.group.generation, planner.plan),
             counts=self.telemetry.step_timer.is_running and not is_divided,
         )
-        self.progress.advance(
-            self.optimizer.slowest.gain(), planner.plan.global_bsz, planner.bounds.batch_size
-        )
+        gain = self.optimizer.slowest.gain()
+        self.progress.advance(gain, planner.plan.global_bsz, planner.bounds.batch_size)
+        self.spent.finish_step(self.progress.step, times.take_waited(), gain / planner.scale)
         self.telemetry.step(planner.plan, planner.bounds, is_divided=is_divided)
         self.generations.send_once(Stepped(self.group.generation))
         try:

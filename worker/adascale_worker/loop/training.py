@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import TrainingSaved
+from adascale_core.messages.replica_seconds import Cause
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed, LoadedBatches
 from adascale_worker.batches.order import seed_generators
@@ -238,7 +240,9 @@ class Training(Context):
 
     def _require_sound_devices(self) -> None:
         """Check the device of each process of this replica before the agent registers it."""
-        group, fault = self.group, find_fault(self.device)
+        group, began = self.group, time.monotonic()
+        fault = find_fault(self.device)
+        self.spent.add_check(time.monotonic() - began)
         fault = next(filter(None, group.own.exchange(fault)), None)
         if fault is not None:
             raise ReplicaCheckError(fault)
@@ -361,6 +365,7 @@ class Training(Context):
         number = self.loop.begin(self.progress.epoch)
         self.accumulation.restart_step()
         self.telemetry.step_timer.pause()
+        self.spent.leave_step()
         return number
 
     def _prepare_batch(self, number: int) -> bool:
@@ -383,7 +388,9 @@ class Training(Context):
                     self._leave_loop(early=False)
                     return False
                 if self.accumulation.at_first_micro_batch:
-                    self.telemetry.step_timer.leave_out(self.state.keep_copy())
+                    if seconds := self.state.keep_copy():
+                        self.telemetry.step_timer.leave_out(seconds)
+                        self.spent.add(Cause.CHECKPOINT, seconds)
                     seed_generators(self.feed.seed, progress.consumed, self.feed.rank)
                     if self.feed.is_stream:
                         self._follow_stream()
@@ -410,18 +417,22 @@ class Training(Context):
         if agreed.exit or agreed.change:
             if agreed.change and not self.has_grown:
                 # What the program does may fail on several replicas, which then costs no steps.
-                self.state.save()
+                self._save()
             self.generations.change()
             return
         if agreed.save and not self.optimizer.awaits_comparison:
             agreed.save = False
-            self.state.save()
+            self._save()
             self.telemetry.step_timer.pause()
         if agreed.replan and self.feed.is_stream and self.loop.is_inside:
             # Its epochs may be long, or have no end.
             self._replan()
             self.planner.postpone()
             self.telemetry.step_timer.pause()
+
+    def _save(self, *, final: bool = False) -> None:
+        with self.spent.measured(Cause.CHECKPOINT):
+            self.state.save(final=final)
 
     def _follow_stream(self) -> None:
         """Learn the length of a stream when its first pass has ended, and compare what the replicas read.
@@ -583,7 +594,7 @@ class Training(Context):
         while True:
             try:
                 self.comparison.compare(self.progress.step)
-                self.state.save(final=True)
+                self._save(final=True)
                 break
             except PeersLostError:
                 self.generations.recover()
