@@ -15,7 +15,7 @@ from adascale_api.bodies import BODIES
 from adascale_api.data.database import Database
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.request_body import REFERENCE
-from adascale_api.routes import gain, jobs, logs, page, probes, workers
+from adascale_api.routes import gain, goodput, jobs, logs, page, probes, workers
 from adascale_api.routes.common import add_error_handlers
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service, Settings
@@ -97,9 +97,10 @@ def create_app(
     )
     app.state.service = service
     add_error_handlers(app)
-    for routes in (page, workers, gain, jobs, logs, probes):
+    for routes in (page, workers, gain, goodput, jobs, logs, probes):
         app.include_router(routes.router)
     app.include_router(jobs.changes_router)
+    app.include_router(goodput.list_router)
     return app
 
 
@@ -109,7 +110,7 @@ def create_runs_app(services: RunServices) -> FastAPI:
     app.state.service = services
     add_error_handlers(app)
     reads = APIRouter()
-    for routes in (page, gain, jobs, logs):
+    for routes in (page, gain, goodput, jobs, logs):
         for route in routes.router.routes:
             # Runs have no pages: `/summaries` has all.
             if isinstance(route, APIRoute) and route.methods == {"GET"} and route.path != "/jobs":

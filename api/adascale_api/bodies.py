@@ -23,6 +23,7 @@ from adascale_core.messages import Message
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration
+from adascale_core.messages.replica_seconds import Cause
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import (
     MAX_ACCELERATOR_LENGTH,
@@ -99,6 +100,7 @@ _TYPES = {
         ("exit_code", _integer(-MAX_INTEGER)),
         ("grad_sqr grad_var loss", Estimate),
         ("metrics", Annotated[dict[MetricName, Estimate], Field(max_length=MAX_METRICS)]),
+        ("seconds", dict[Cause, Annotated[float, Field(ge=0, le=1e12)]]),
         ("goodput grad_sqr_error seconds_left", _number(0, 1e300)),
         ("progress target", _number(0, 1e15)),
         ("gain gain_high gain_low scale", _number(1e-9, 1e9)),

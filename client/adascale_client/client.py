@@ -15,6 +15,7 @@ from adascale_core.messages.registration import Registration
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.gain import GainView, HistoryView, StoredReports
+from adascale_core.views.goodput import GoodputList, GoodputView
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView
 
 T = TypeVar("T")
@@ -130,6 +131,20 @@ class MetricsServiceClient:
         return self._parse(
             GenerationsView.from_json, self._transport.request("GET", f"{_path(job_id)}/generations")
         )
+
+    def get_goodput(self, job_id: str) -> GoodputView:
+        """Return where the time of a job's replicas went. Status 404 if the job does not exist."""
+        return self._parse(GoodputView.from_json, self._transport.request("GET", f"{_path(job_id)}/goodput"))
+
+    def list_goodput(self) -> GoodputList:
+        """Return where the time of the replicas of all jobs went."""
+        jobs: list[GoodputView] = []
+        after: str | None = ""
+        while after is not None:
+            answer = self._transport.request("GET", f"goodput?limit=1000&after={quote(after, safe='')}")
+            page = self._parse(GoodputList.from_json, answer)
+            jobs, after = [*jobs, *page.jobs], page.next
+        return GoodputList(jobs, None, page.replica_seconds)
 
     # -- gain -----------------------------------------------------------------------------------------------
 

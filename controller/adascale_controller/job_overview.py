@@ -32,9 +32,11 @@ from adascale_controller.schema import JobDefinition
 from adascale_core.batch.plans import BatchChoice, batch_choice, require_valid_replicas
 from adascale_core.job_id import short_id
 from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.replica_seconds import Cause
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import CountView, DecisionView
 from adascale_core.views.gain import GainView, PredictionView
+from adascale_core.views.goodput import GoodputList, GoodputView
 from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import Comparison, JobView, ReplicaView
 
@@ -299,6 +301,46 @@ def _gain(prediction: PredictionView) -> str:
     low, high = significant(prediction.gain_low), significant(prediction.gain_high)
     gain = significant(prediction.gain)
     return gain if low == high else f"{gain} ({low} to {high})"
+
+
+# -- where its time went -------------------------------------------------------------------------------------
+
+
+def render_goodput(view: GoodputView) -> RenderableType:
+    """Return the time of a job's replicas by cause."""
+    seconds = {cause: view.replica_seconds[cause] for cause in Cause if view.replica_seconds.get(cause)}
+    columns = {
+        "cause": [cause.replace("_", " ") for cause in seconds],
+        "replica time": [clock(each) for each in seconds.values()],
+        "share": [percent(each / view.total) for each in seconds.values()],
+    }
+    parts: list[RenderableType] = [Text(view.job, "bold"), Text(_useful_time(view))]
+    if seconds:
+        parts += [Text(), numbers_table(columns, padding=(0, 1))]
+    return Group(*parts)
+
+
+def render_goodput_list(found: GoodputList) -> RenderableType:
+    """Return the time of the replicas of several jobs, and where most of what is not useful went."""
+    columns = {
+        "job": [view.job for view in found.jobs],
+        "replica time": [clock(view.total) for view in found.jobs],
+        "useful": [_percent(view.useful_ratio) for view in found.jobs],
+        "most of the rest": [_largest_loss(view) for view in found.jobs],
+    }
+    together = GoodputView("", found.replica_seconds)
+    return Group(numbers_table(columns, padding=(0, 1)), Text(), Text(_useful_time(together)))
+
+
+def _useful_time(view: GoodputView) -> str:
+    useful = f", of which {_percent(view.useful_ratio)} were useful" if view.total else ""
+    return f"{clock(view.total)} of replica time{useful}"
+
+
+def _largest_loss(view: GoodputView) -> str:
+    losses = {cause: view.replica_seconds.get(cause, 0.0) for cause in Cause if cause is not Cause.USEFUL}
+    cause = max(losses, key=lambda each: losses[each])
+    return f"{cause.replace('_', ' ')} {percent(losses[cause] / view.total)}" if losses[cause] else ""
 
 
 # -- the decision about it -----------------------------------------------------------------------------------

@@ -7,15 +7,16 @@ with the same id.
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
+from adascale_core.messages.replica_seconds import Cause
 from adascale_core.messages.reports import GainReport
 
-SCHEMA_VERSION = 19
+SCHEMA_VERSION = 20
 """Raised with every change of a table, or of a document in one."""
 
 RELEASED_VERSION = 13
 """The version of release 0.1.0, whose tables are changed by `MIGRATION`."""
 
-READABLE_FROM = 19
+READABLE_FROM = 20
 """The oldest version whose service can use these tables too, as when only columns with a default were added.
 A service refuses tables that are readable from a later version than its own."""
 
@@ -36,6 +37,12 @@ _REPORT = ", ".join(
     for name, hint in get_type_hints(GainReport).items()
 )
 """The columns of a report, which are its fields: a new field needs a migration."""
+
+SECONDS = [f"{cause}_seconds" for cause in Cause]
+"""The columns with the seconds of replicas by cause."""
+_SECONDS = ", ".join(f"{name} DOUBLE PRECISION NOT NULL" for name in SECONDS)
+_ADDED = {"replica_seconds", "goodput_history"}
+"""Tables that release 0.1.0 does not have."""
 
 OF_A_JOB: dict[str, tuple[str, str]] = {
     # The newest report of a job by generation and step, and how many were received and are kept.
@@ -93,6 +100,12 @@ OF_A_JOB: dict[str, tuple[str, str]] = {
     ),
     # The last explained decision about a job, as JSON.
     "decisions": ("job_key", "decision TEXT NOT NULL"),
+    # The seconds of each agent; those of the agent '' are of several, and of the job 0 of deleted jobs.
+    "replica_seconds": (
+        "job_key, agent",
+        f"agent TEXT NOT NULL, changed_at DOUBLE PRECISION NOT NULL, {_SECONDS}",
+    ),
+    "goodput_history": ("job_key, time", f"time DOUBLE PRECISION NOT NULL, {_SECONDS}"),
 }
 """The primary keys and the other columns of the tables whose rows belong to a job."""
 
@@ -128,7 +141,11 @@ MIGRATION: tuple[str, ...] = (
     # Explained decisions are made again within seconds.
     "DELETE FROM decisions",
     # Those of deleted jobs, whose rows are removed with the job since.
-    *(f"DELETE FROM {name} WHERE job_key IN (SELECT key FROM jobs WHERE id IS NULL)" for name in OF_A_JOB),
+    *(
+        f"DELETE FROM {name} WHERE job_key IN (SELECT key FROM jobs WHERE id IS NULL)"
+        for name in OF_A_JOB
+        if name not in _ADDED
+    ),
     "DELETE FROM jobs WHERE id IS NULL",
     f"ALTER TABLE {SCHEMA} ADD COLUMN readable_from INTEGER NOT NULL DEFAULT {READABLE_FROM}",
     f"UPDATE {SCHEMA} SET version = {SCHEMA_VERSION}",

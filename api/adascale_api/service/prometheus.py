@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from adascale_api.data.database import Database
 from adascale_api.data.sql import Transaction
+from adascale_api.data.store import replica_seconds
 from adascale_api.data.store.reports import latest_gauges
 from adascale_api.http.connection_limits import ConnectionLimits
 
@@ -67,6 +68,12 @@ class Metrics:
             # Ids of jobs have no character that must be escaped.
             # `job` and `namespace` are labels that Prometheus sets itself.
             lines += [f'adascale_job_{name}{{adascale_job="{row[0]}"}} {float(row[number])}' for row in rows]
+        name = "adascale_replica_seconds_total"
+        lines += [f"# HELP {name} Seconds of replicas by cause, of all jobs.", f"# TYPE {name} counter"]
+        lines += [
+            f'{name}{{cause="{cause}"}} {seconds}'
+            for cause, seconds in replica_seconds.totals(transaction).items()
+        ]
         return "\n".join([*lines, ""]).encode() + self.process_text()
 
     def process_text(self) -> bytes:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from adascale_api.service.changes import (
 )
 from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.service.prometheus import Metrics
+from adascale_api.service.replica_seconds import STORE_INTERVAL, ReceivedSeconds
 from adascale_api.service.summaries import MAX_JOBS, Documents, summary_reader
 from adascale_core.messages.registration import Registration
 from adascale_core.names import HEARTBEAT_INTERVAL
@@ -85,6 +86,7 @@ class Service:
         self.log = ChangeLog()
         self.documents = Documents()
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
+        self.seconds = ReceivedSeconds(database, clock)
         self.metrics = Metrics(database, self.connections)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -95,6 +97,7 @@ class Service:
         repeated: list[tuple[Callable[[], Awaitable[None]], float]] = [
             (self.heartbeats.check, HEARTBEAT_INTERVAL),
             (self.database.check, CHECK_INTERVAL),
+            (self.seconds.store, STORE_INTERVAL),
             (lambda: remove_old_jobs(self.database, self.settings, self.clock()), RETENTION_INTERVAL),
             (self.connections.close_overdue, SWEEP_INTERVAL),
         ]
@@ -145,9 +148,12 @@ class Service:
         """Store the registration of a replica, which is also its heartbeat, and return the job."""
         # First, because the database may be unavailable.
         self.heartbeats.receive(job_id, registration)
+        self.seconds.receive(job_id, registration)
         cached = self.database.cached(job_id)
-        if cached is not None and cached.unchanging.get(registration.replica) == registration:
-            return cached
+        if cached is not None:
+            before = cached.unchanging.get(registration.replica)
+            if before is not None and replace(before, seconds=registration.seconds) == registration:
+                return cached
         try:
             return await self.database.write(
                 jobs.register, job_id=job_id, registration=registration, now=self.clock()

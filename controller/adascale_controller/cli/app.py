@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from adascale_controller.cli.connections import PLUGIN, always_for_cluster
-from adascale_controller.cli.job_commands import explain, export, gain, status
+from adascale_controller.cli.job_commands import explain, export, gain, goodput, status
 from adascale_controller.cli.local_commands import list_jobs, logs, rm, run, scale, stop, ui, validate
 from adascale_controller.cli.operator import operator
 from adascale_controller.cli.simulate import simulate_workload
@@ -27,6 +27,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "logs": logs,
     "gain": gain,
     "explain": explain,
+    "goodput": goodput,
     "scale": scale,
     "stop": stop,
     "rm": rm,
@@ -34,7 +35,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "simulate": simulate_workload,
     "operator": operator,
 }
-_OF_A_CLUSTER = ("status", "gain", "explain", "export")
+_OF_A_CLUSTER = ("status", "gain", "explain", "goodput", "export")
 """The commands that also show jobs of a cluster."""
 
 

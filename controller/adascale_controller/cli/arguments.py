@@ -109,15 +109,14 @@ def complete_job(ctx: typer.Context, incomplete: str) -> list[str]:
     return [name for name in found if name.startswith(incomplete)]
 
 
-JobName = Annotated[
-    str,
-    typer.Argument(
-        metavar="JOB",
-        help="The job's name, or <namespace>.<name>.",
-        show_default=False,
-        autocompletion=complete_job,
-    ),
-]
+_JOB = typer.Argument(
+    metavar="JOB",
+    help="The job's name, or <namespace>.<name>.",
+    show_default=False,
+    autocompletion=complete_job,
+)
+JobName = Annotated[str, _JOB]
+OptionalJobName = Annotated[str | None, _JOB]
 
 
 class Output(StrEnum):

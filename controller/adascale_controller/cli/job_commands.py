@@ -1,4 +1,4 @@
-"""The commands that show a job of this machine or of a cluster: `status`, `gain`, `explain`, `export`."""
+"""The commands that show jobs of this machine or of a cluster, such as `status` and `gain`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from adascale_controller.cli.arguments import (
     JobName,
     Kubeconfig,
     Namespace,
+    OptionalJobName,
     Output,
     OutputFormat,
     ServiceUrl,
@@ -31,13 +32,21 @@ from adascale_controller.cli.arguments import (
 from adascale_controller.cli.connections import client_at, connect, open_cluster, select_cluster
 from adascale_controller.cluster.api import ClusterAccessError, ClusterTarget
 from adascale_controller.formatting import OutputConsole
-from adascale_controller.job_overview import describe_comparison, render_decision, render_gain, render_status
-from adascale_controller.local.local_jobs import find_job, read_status
+from adascale_controller.job_overview import (
+    describe_comparison,
+    render_decision,
+    render_gain,
+    render_goodput,
+    render_goodput_list,
+    render_status,
+)
+from adascale_controller.local.local_jobs import find_job, find_jobs, read_status
 from adascale_controller.local.machine import describe_contention
 from adascale_controller.local.state_dir import location
 from adascale_core import names
-from adascale_core.errors import AdaScaleError
+from adascale_core.errors import AdaScaleError, UsageError
 from adascale_core.job_id import parse_job_id
+from adascale_core.views.goodput import GoodputList
 from adascale_core.views.job_summary import ENDED
 
 
@@ -135,6 +144,52 @@ def explain(
     slow = (describe_contention(view) if target is None else "") or view.slowness
     ended = view.state if view.state in ENDED else ""
     OutputConsole().print(render_decision(decision, time.time(), slow, ended, view.latest))
+
+
+def goodput(
+    job: OptionalJobName = None,
+    every: Annotated[bool, typer.Option("--all", help="Show all jobs.")] = False,
+    url: ServiceUrl = None,
+    state_dir: StateRoot = None,
+    output: OutputFormat = Output.TEXT,
+    cluster: Cluster = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    system_namespace: SystemNamespace = names.SYSTEM_NAMESPACE,
+) -> None:
+    """Show where the time of a job's replicas went, by cause."""
+    if (job is None) != every:
+        raise UsageError("`adascale goodput` needs the name of a job, or --all for all jobs")
+    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
+    if job is None:
+        found = _goodput_of_all(target, url, state_dir, system_namespace)
+        if output is Output.JSON:
+            print(json.dumps(found.to_json(), indent=2))
+        else:
+            OutputConsole().print(render_goodput_list(found))
+        return
+    with _service(target, job, url, state_dir, system_namespace) as (client, job_id):
+        view = client.get_goodput(job_id)
+    if output is Output.JSON:
+        print(json.dumps(view.to_json(), indent=2))
+    else:
+        OutputConsole().print(render_goodput(view))
+
+
+def _goodput_of_all(
+    target: ClusterTarget | None, url: str | None, state_dir: Path | None, system_namespace: str
+) -> GoodputList:
+    if url is not None:
+        return client_at(url).list_goodput()
+    if target is not None:
+        with open_cluster(target) as jobs:
+            return jobs.metrics(system_namespace).list_goodput()
+    views = []
+    for job_id in sorted({each.id for each in find_jobs(state_dir)}):
+        with connect(job_id, None, state_dir) as client:
+            views.append(client.get_goodput(job_id))
+    return GoodputList.of(views)
 
 
 def export(

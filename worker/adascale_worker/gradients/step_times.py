@@ -59,7 +59,7 @@ class StepTimes:
             self._waited += seconds
 
     def take_waited(self) -> float:
-        """Return the seconds for which steps have waited for the exchange of gradients since the last call."""
+        """Return for how many seconds steps have waited for the exchange of gradients since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from adascale_api.data.job import StoredJob, reading, skip_unreadable
 from adascale_api.data.sql import Sql, Transaction, upsert
+from adascale_api.data.store import replica_seconds
 from adascale_api.data.tables import OF_A_JOB
 from adascale_api.errors import FieldError, InvalidInputError, NotFoundError, UnavailableError
 from adascale_core.job_id import namespace_of
@@ -152,6 +153,7 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
     registration.
     """
     job = lock_for_worker(transaction, job_id, registration, now)
+    seconds, registration = registration.seconds, replace(registration, seconds={})
     without_log = replace(registration, log=None)
     after = apply(transaction, job, rendezvous.register, registration=without_log)
     stored = after.rendezvous.replicas.get(registration.replica)
@@ -167,6 +169,8 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
             stored_at=now,
         )
         transaction.execute(_REMOVE_OLD_LOGS, key=job.key, limit=MAX_LOGS)
+    if seconds:
+        replica_seconds.store(transaction, {(job_id, registration.agent): seconds}, now)
     return after
 
 
@@ -203,6 +207,7 @@ def delete_job(transaction: Transaction, job_id: str, now: float) -> bool:
     job = transaction.jobs.pop(job_id, None)
     version = version if job is None else job.version
     transaction.execute(_REMEMBER_VERSION, id=job_id, version=version, deleted_at=now)
+    replica_seconds.keep_of_deleted(transaction, key)
     for statement in _DELETE:
         transaction.execute(statement, key=key)
     transaction.changed.discard(job_id)
