@@ -53,6 +53,14 @@ def kill_all(mark: str) -> None:
         time.sleep(0.05)
 
 
+def started(pid: int) -> float | None:
+    """Return when a process was started, in seconds since the start of the machine; None if it has ended."""
+    with suppress(OSError):
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return ticks / os.sysconf("SC_CLK_TCK")
+    return None
+
+
 def processes(mark: str) -> list[Process]:
     """Return the processes whose marks begin with this one, by kind and replica; no zombies."""
     return sorted(_marked(mark), key=lambda each: (each.kind, each.replica, each.pid))

@@ -5,24 +5,29 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adascale_api.data.tables import SECONDS
+from adascale_api.service.replica_seconds import STORE_INTERVAL
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.local.replica_limit import request_limit
 from adascale_controller.local.service_process import read_service
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.replica_seconds import Cause
+from adascale_core.names import HEARTBEAT_INTERVAL
 from chaos import network
-from chaos.processes import MARK, Process, kill_all, processes
+from chaos.processes import MARK, Process, kill_all, processes, started
 from chaos.schedule import Fault, Kind, Schedule
 from e2e.local_run import write_job
 
@@ -30,6 +35,8 @@ PROGRAM = Path(__file__).parent / "program.py"
 PACE = 0.005
 """Seconds that the program takes for a sample."""
 POLL = 0.02
+SEARCH = 0.2
+"""Seconds between two searches for agents."""
 MOST_REPLICAS = 4
 """Replicas of all schedules."""
 PATIENCE = 4.0
@@ -52,6 +59,8 @@ class Outcome:
         left: processes that were left, and killed.
         applied: a line for each applied fault.
         seconds: its duration.
+        replica_time: the seconds of all agents, from the start of each to its end.
+        unknown_time: the seconds of it that the service may have missed, because it or an agent was killed.
     """
 
     problem: str | None
@@ -59,6 +68,8 @@ class Outcome:
     left: tuple[str, ...]
     applied: tuple[str, ...]
     seconds: float
+    replica_time: float
+    unknown_time: float
 
 
 class ChaosRun:
@@ -89,7 +100,9 @@ class ChaosRun:
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._applied: list[str] = []
         self._slow_rates: list[int] = []
-        self._stopped_by_us = False
+        self._agents: dict[int, tuple[float, float]] = {}
+        """When each agent was started, and seen last, in seconds since the start of the machine."""
+        self._searched = self._unknown_time = 0.0
         self._write_job(schedule.spec)
         self._controller = self._start()
 
@@ -107,7 +120,16 @@ class ChaosRun:
             for rate in [*self._slow_rates]:
                 self._restore_network(rate)
         seconds = time.monotonic() - self._began
-        return Outcome(problem, self._log.read_text(), left, tuple(self._applied), seconds)
+        replica_time = sum(last - first for first, last in self._agents.values())
+        return Outcome(
+            problem,
+            self._log.read_text(),
+            left,
+            tuple(self._applied),
+            seconds,
+            replica_time,
+            self._unknown_time,
+        )
 
     # -- the process of `adascale run` ----------------------------------------------------------------------
 
@@ -159,6 +181,7 @@ class ChaosRun:
         while True:
             now = time.monotonic()
             self._apply_later(now)
+            self._observe_agents()
             code = self._controller.poll()
             if code is not None:
                 return None if code == 0 else f"adascale run exited with code {code}"
@@ -201,7 +224,18 @@ class ChaosRun:
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
             self._apply_later(time.monotonic())
-            time.sleep(0.1)
+            self._observe_agents()
+            time.sleep(POLL)
+
+    def _observe_agents(self) -> None:
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        if now - self._searched > SEARCH:
+            self._searched = now
+            found = [each.pid for each in processes(self._mark) if each.kind == "agent"]
+        else:
+            found = [pid for pid in self._agents if Path(f"/proc/{pid}").exists()]
+        for pid in found:
+            self._agents[pid] = self._agents[pid][0] if pid in self._agents else started(pid) or now, now
 
     def _write_state(self) -> None:
         """Write the service's view of the job, and where the trainers are, into the folder."""
@@ -309,6 +343,11 @@ class ChaosRun:
     def _send(self, number: signal.Signals, targets: list[Process]) -> str | None:
         for process in targets:
             process.send(number)
+            # The interval of the heartbeats, and that in which the service stores what they bring.
+            if process.kind == "agent":
+                self._unknown_time += HEARTBEAT_INTERVAL
+            elif process.kind == "service":
+                self._unknown_time += STORE_INTERVAL
         return ", ".join(map(str, targets)) or None
 
     def _freeze(self, targets: list[Process], seconds: float) -> str | None:
@@ -376,3 +415,11 @@ def read_journals(folder: Path) -> list[list[dict[str, Any]]]:
                 steps.append(json.loads(line))
         journals.append(steps)
     return journals
+
+
+def read_replica_seconds(folder: Path) -> dict[str, float]:
+    """Return the seconds of replicas by cause, as the service has stored them."""
+    columns = ", ".join(f"sum({name})" for name in SECONDS)
+    with closing(sqlite3.connect(StateDir(folder / "state").database)) as database:
+        (row,) = database.execute(f"SELECT {columns} FROM replica_seconds")
+    return {str(cause): seconds or 0.0 for cause, seconds in zip(Cause, row, strict=True)}

@@ -79,7 +79,8 @@ class Spent(Message):
 
     Args:
         seconds: by `Cause`, since it was started.
-        present: the cause of the time since then; empty in a step, whose end tells.
+        present: the cause of the time since then; empty in a step, whose end tells, and `check` before the
+            first generation, whose time the agent measures.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)

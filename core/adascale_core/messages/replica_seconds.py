@@ -22,7 +22,7 @@ class Cause(StrEnum):
     REPEATED = "repeated"
     """Steps that are not kept, and steps that were made before and are made again."""
     STARTING = "starting"
-    """From the start of the pod until the replica trains, and until others have started."""
+    """From the start of the pod, or of another trainer, to its first step; waiting for others to start."""
     CHECK = "check"
     """The check of the device and of the connections before a replica joins."""
     SPARE = "spare"

@@ -47,7 +47,7 @@ class ReplicaTime:
         """
         with self._changing:
             self._trainer = spent or Spent()
-            is_measured = spent is not None and spent.present != Cause.STARTING
+            is_measured = spent is not None and spent.present != Cause.CHECK
             self._enter(spent.present if spent is not None and is_measured else phase)
 
     def end_trainer(self, cause: Cause) -> None:

@@ -204,7 +204,7 @@ class TrainerStatus:
     local_bsz_limit: int | None = None
     # the generation of the checkpoint that it cannot replace, because it runs in an earlier one
     saved: int = 0
-    spent: Spent = field(default_factory=lambda: Spent(present=Cause.STARTING))  # how it has spent its time
+    spent: Spent = field(default_factory=lambda: Spent(present=Cause.CHECK))  # how it has spent its time
     # the exit code with which it ends. None if it runs, was killed or has ended by os._exit.
     exit_code: int | None = None
 

@@ -28,7 +28,7 @@ class TimeSpent:
         self._until: float | None = None
         """The time before is divided; None before the first generation."""
         self._sent_at = float("-inf")
-        self._present = Cause.PROGRAM
+        self._present = Cause.STARTING
         """The cause of what is neither a step nor anything that is measured by itself."""
         self.repeated_until = 0
         """The last step that was made before a checkpoint was restored; it and those before are repeated."""
@@ -36,7 +36,7 @@ class TimeSpent:
     def add_check(self, seconds: float) -> None:
         """Count a check of the device, before the first generation."""
         self._seconds[Cause.CHECK] += seconds
-        self._send(Spent(dict(self._seconds), Cause.STARTING))
+        self._send(Spent(dict(self._seconds), Cause.CHECK))
 
     def begin(self) -> None:
         """Begin with the first generation."""
@@ -78,6 +78,7 @@ class TimeSpent:
             self._seconds[Cause.EXCHANGE] += waited
             self._seconds[Cause.USEFUL] += useful
             self._seconds[Cause.EFFICIENCY_LOST] += seconds - waited - useful
+        self._present = Cause.PROGRAM
         if self._clock() - self._sent_at >= INTERVAL:
             self._report()
 
