@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from adascale_api.data.database import Database, open_database
 from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
 from adascale_api.data.sql import Connections, Row, Sql, Transaction
-from adascale_api.data.store import heartbeats, jobs
+from adascale_api.data.store import heartbeats, jobs, replica_seconds
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.tables import OF_A_JOB
@@ -554,3 +554,28 @@ def test_an_unreadable_job_harms_itself_only(store: Store) -> None:
     assert broken not in listed(store)
     store.write(jobs.delete_job, job_id=broken, now=0.0)
     assert store.write(jobs.allocate, job_id=broken, allocation=Allocation(1, 1), now=0.0).spec is None
+
+
+def test_the_earliest_agents_are_summed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_seconds, "MAX_AGENTS", 3)
+    monkeypatch.setattr(replica_seconds, "MAX_POINTS", 8)
+    job_id = f"seconds.job-{next(numbers)}"
+    store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 1), now=NOW)
+    for number in range(40):
+        counted = {(job_id, f"agent-{number}"): {"useful": 1.0}, (job_id, "lasting"): {"spare": number + 1.0}}
+        store.write(replica_seconds.store, counted=counted, now=NOW + number)
+        store.write(replica_seconds.add_points, ids=[job_id], now=NOW + number)
+    # What arrives late has smaller numbers.
+    store.write(replica_seconds.store, counted={(job_id, "lasting"): {"spare": 3.0}}, now=NOW + 50)
+    job = store.job(job_id)
+    view = store.read(replica_seconds.goodput, job=job)
+    assert {cause: each for cause, each in view.replica_seconds.items() if each} == {
+        "useful": 40,
+        "spare": 40,
+    }
+    query = Sql("SELECT count(*) FROM replica_seconds WHERE job_key = :key")
+    assert store.read(lambda transaction: transaction.first(query, key=job.key))[0] <= 8
+    times = [point.time for point in view.history]
+    assert times == sorted(times)
+    assert len(times) <= 8
+    assert view.history[-1].replica_seconds["useful"] >= 39

@@ -10,6 +10,7 @@ const POINTS = 1000;
 const MAX_POINTS = 2000;
 const READ_INTERVAL = 5000;
 const MAX_SHOWN_GENERATIONS = 100;
+const MAX_CAUSES = 8;
 
 export const SMOOTHINGS = [["none", 0], ["0.9", 0.9], ["0.99", 0.99]];
 
@@ -73,6 +74,8 @@ export class JobView {
     this.wasSeen = false;
     this.createdAt = null;
     this.readings = this.lastReading = 0;
+    this.goodput = new Chart({ title: "Replicas, by what they spend their time on", series: [], formatX: (x, span) => clock(x, { withSeconds: span < 600, withDate: span > 90000 }), formatY: significant, isStacked: true, least: 0 });
+    this.useful = element("p");
     this.history = element("div");
     this.replicas = element("div");
     this.node = element(
@@ -100,6 +103,7 @@ export class JobView {
         element("h2", {}, "Why it has this replica count"), this.decision,
         this.forecast = element("div", {}, element("h2", {}, "What other replica counts would give now"), this.predictions),
       ),
+      element("h2", {}, "Where the time of its replicas went"), this.useful, this.goodput.node,
       element("h2", {}, "Generations"), this.history,
       element("h2", {}, "Replicas"), this.replicas,
       element("h2", {}, "Output"), this.log.node,
@@ -198,11 +202,12 @@ export class JobView {
   async readDetails() {
     const path = `jobs/${encodeURIComponent(this.id)}`;
     await this.attempt(async (signal) => {
-      const [job, { generations, comparison, decided_at: decidedAt }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
+      const [job, { generations, comparison, decided_at: decidedAt }, goodput] = await Promise.all([path, `${path}/generations`, `${path}/goodput`].map((each) => get(each, signal)));
       Object.assign(this, { generations, comparison });
       this.showResult();
       this.showDeclaration(job.spec);
       if (decidedAt === null || decidedAt !== this.decided) this.showDecision(decidedAt === null ? null : await get(`${path}/decision`, signal));
+      this.showGoodput(goodput);
       this.showGenerations();
       this.showReplicas(job);
       this.draw();
@@ -373,6 +378,21 @@ export class JobView {
     this.predictions.replaceChildren(element("p", {}, text), table("Predictions for other replica counts", columns, rows, (at) => predictions[at].replicas === gain.replicas));
   }
 
+  // The mean number of replicas between two points of the history; causes with little time together.
+  showGoodput({ replica_seconds: totals, useful_ratio: ratio, history }) {
+    const total = Object.values(totals).reduce((sum, each) => sum + each, 0);
+    setText(this.useful, total ? `${duration(total)} of replica time, of which ${percent(ratio)} were useful.` : "No replica has reported its time yet.");
+    const causes = Object.keys(totals).filter((cause) => totals[cause] > 0).sort((one, other) => totals[other] - totals[one]);
+    const shown = Object.keys(totals).filter((cause) => causes.slice(0, MAX_CAUSES).includes(cause));
+    const groups = [...shown.map((cause) => [cause]), ...(causes.length > MAX_CAUSES ? [causes.slice(MAX_CAUSES)] : [])];
+    const secondsOf = (point, group) => group.reduce((sum, cause) => sum + point.replica_seconds[cause], 0);
+    const later = history.slice(1);
+    const rates = groups.map((group) => later.map((point, at) => Math.max(0, secondsOf(point, group) - secondsOf(history[at], group)) / (point.time - history[at].time)));
+    const series = groups.map((group, at) => ({ name: group.length > 1 || at === MAX_CAUSES ? "others" : group[0].replace("_", " "), style: at + 1 }));
+    this.goodput.node.hidden = !later.length;
+    this.goodput.setData(later.map((point) => point.time), rates, { series });
+  }
+
   showGenerations() {
     const shown = this.generations.slice(-MAX_SHOWN_GENERATIONS).reverse();
     if (!shown.length) return this.history.replaceChildren(element("p", { class: "muted" }, "No generation was active yet."));
@@ -413,7 +433,7 @@ export class JobView {
     clearInterval(this.timer);
     this.log.close();
     this.abort.abort();
-    for (const chart of this.charts) chart.remove();
+    for (const chart of [...this.charts, this.goodput]) chart.remove();
   }
 }
 

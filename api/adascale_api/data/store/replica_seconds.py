@@ -114,7 +114,7 @@ _THIN = Sql(
     DELETE FROM goodput_history WHERE job_key = :key AND time IN (
         SELECT time FROM (
             SELECT time, row_number() OVER (ORDER BY time) AS n FROM goodput_history WHERE job_key = :key
-        ) AS numbered WHERE n % 2 = 0
+        ) AS numbered WHERE n / 2 * 2 = n
     )
     """
 )
