@@ -38,6 +38,8 @@ from adascale_core.names import (
 
 ENV_DATABASE = "ADASCALE_DATABASE"
 """The URL of the database. A password in it is then in no list of processes."""
+ENV_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""The URL of a collector of OpenTelemetry."""
 DEFAULT_DATABASE = "sqlite:///adascale.db"
 MAX_RECORDS = 10
 """Log records of one place in the source in `INTERVAL`."""
@@ -90,7 +92,12 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
                 unfinished_days=options.keep_unfinished_days,
                 logs=options.logs,
             )
-            api = create_app(Database(url), authorizer, settings, connections=limits)
+            database = Database(url)
+            api = create_app(database, authorizer, settings, connections=limits)
+            if environment.get(ENV_OTLP_ENDPOINT):
+                with requires_extra(ENV_OTLP_ENDPOINT, "opentelemetry"):
+                    from adascale_api.service.opentelemetry import OpenTelemetryExport
+                api.state.service.export = OpenTelemetryExport(database, time.time)
             app, stop = MetricsService(api), api.state.service.stop
             data = f"database {without_password(url)}"
         if options.require_tls:
@@ -114,7 +121,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Writing needs a bearer token: the token in the file that {ENV_TOKEN_FILE} names (read again "
         f"when it changes) or in {ENV_TOKEN}; with --token-review, the token of a service account. "
         "Reading logs and addresses needs one too, or the token in "
-        f"{ENV_READ_TOKEN_FILE} or {ENV_READ_TOKEN}.",
+        f"{ENV_READ_TOKEN_FILE} or {ENV_READ_TOKEN}. With {ENV_OTLP_ENDPOINT}, spans and counters are sent "
+        "to that collector of OpenTelemetry.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(

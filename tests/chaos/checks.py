@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from chaos.run import Outcome, read_journals, read_replica_seconds, read_results
+from chaos.run import Outcome, read_journals, read_results
 from chaos.schedule import Schedule
 
 MAX_MISSED = 0.01
@@ -45,7 +45,7 @@ def problems(
                 found.append(
                     f"a process trained in generation {later['generation']} after {earlier['generation']}"
                 )
-    counted = sum(read_replica_seconds(folder).values())
+    counted = sum(outcome.replica_seconds.values())
     missed = abs(counted - outcome.replica_time) - outcome.unknown_time
     if outcome.problem is None and missed > MAX_MISSED * outcome.replica_time:
         found.append(f"the causes of {counted:.1f} s are known, of {outcome.replica_time:.1f} s of replicas")
@@ -78,13 +78,12 @@ def _problems_of(result: dict[str, Any], schedule: Schedule) -> list[str]:
     return found
 
 
-def _replica_time(folder: Path) -> str:
-    seconds = read_replica_seconds(folder)
+def _replica_time(seconds: dict[str, float]) -> str:
     shares = [f"{cause} {each / sum(seconds.values()):.1%}" for cause, each in seconds.items() if each]
     return f"{sum(seconds.values()):.1f} s of replicas: {', '.join(shares)}"
 
 
-def statistics(folder: Path) -> str:
+def statistics(outcome: Outcome, folder: Path) -> str:
     """Return what a run did, in short: steps, generations, steps trained twice, the longest standstill."""
     journals = read_journals(folder)
     results = read_results(folder)
@@ -101,5 +100,5 @@ def statistics(folder: Path) -> str:
         furthest = max(furthest, entry["step"])
     return (
         f"{steps} steps, {len(generations)} generations, {repeated} steps repeated, "
-        f"longest standstill {longest:.1f} s, {_replica_time(folder)}"
+        f"longest standstill {longest:.1f} s, {_replica_time(outcome.replica_seconds)}"
     )

@@ -46,7 +46,7 @@ class Harness:
         outcome = ChaosRun(schedule, folder, show, self._has_bug).execute()
         found = problems(schedule, outcome, folder, expected)
         self.faults += len(outcome.applied)
-        show(f"{outcome.seconds:.1f} s, {statistics(folder)}: {'PROBLEMS' if found else 'ok'}")
+        show(f"{outcome.seconds:.1f} s, {statistics(outcome, folder)}: {'PROBLEMS' if found else 'ok'}")
         for problem in found:
             show(f"PROBLEM: {problem}")
         if found:

@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Outcome:
         seconds: its duration.
         replica_time: the seconds of all agents, from the start of each to its end.
         unknown_time: the seconds of it that the service may have missed, because it or an agent was killed.
+        replica_seconds: by cause, as the service has stored them.
     """
 
     problem: str | None
@@ -68,8 +69,9 @@ class Outcome:
     left: tuple[str, ...]
     applied: tuple[str, ...]
     seconds: float
-    replica_time: float
-    unknown_time: float
+    replica_time: float = 0.0
+    unknown_time: float = 0.0
+    replica_seconds: dict[str, float] = field(default_factory=dict)
 
 
 class ChaosRun:
@@ -129,6 +131,7 @@ class ChaosRun:
             seconds,
             replica_time,
             self._unknown_time,
+            read_replica_seconds(self._state.database),
         )
 
     # -- the process of `adascale run` ----------------------------------------------------------------------
@@ -417,9 +420,8 @@ def read_journals(folder: Path) -> list[list[dict[str, Any]]]:
     return journals
 
 
-def read_replica_seconds(folder: Path) -> dict[str, float]:
-    """Return the seconds of replicas by cause, as the service has stored them."""
+def read_replica_seconds(file: Path) -> dict[str, float]:
     columns = ", ".join(f"sum({name})" for name in SECONDS)
-    with closing(sqlite3.connect(StateDir(folder / "state").database)) as database:
+    with closing(sqlite3.connect(file)) as database:
         (row,) = database.execute(f"SELECT {columns} FROM replica_seconds")
     return {str(cause): seconds or 0.0 for cause, seconds in zip(Cause, row, strict=True)}

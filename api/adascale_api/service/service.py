@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Database
@@ -63,6 +64,16 @@ class Settings:
     logs: Path | None = None  # the folder with `replica-<index>.log`; None if the output is elsewhere
 
 
+class Export(Protocol):
+    """Sends what jobs do to another system."""
+
+    async def update(self) -> None:
+        """Follow the database."""
+
+    async def close(self) -> None:
+        """Send what is left."""
+
+
 class Service:
     """The parts that the routes use."""
 
@@ -88,6 +99,8 @@ class Service:
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
         self.seconds = ReceivedSeconds(database, clock)
         self.metrics = Metrics(database, self.connections)
+        self.export: Export | None = None
+        """Sends what jobs do to a collector."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @asynccontextmanager
@@ -101,6 +114,8 @@ class Service:
             (lambda: remove_old_jobs(self.database, self.settings, self.clock()), RETENTION_INTERVAL),
             (self.connections.close_overdue, SWEEP_INTERVAL),
         ]
+        if self.export is not None:
+            repeated.append((self.export.update, STORE_INTERVAL))
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
         check = partial(self.database.check, thorough=True)
         tasks.append(asyncio.create_task(repeat(check, THOROUGH_CHECK_INTERVAL, at_once=True)))
@@ -112,6 +127,8 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            if self.export is not None:
+                await self.export.close()
             await self.database.close()
             if self.authorizer is not None:
                 await self.authorizer.close()

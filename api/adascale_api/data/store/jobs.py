@@ -401,6 +401,11 @@ def generations(transaction: Transaction, job: StoredJob) -> list[GenerationView
     return views
 
 
+def ids_of_ended_generations(transaction: Transaction, since: float, until: float) -> list[str]:
+    """Return the ids of the jobs of which a generation has ended between two times."""
+    return [job_id for (job_id,) in transaction.all(_ENDED, since=since, until=until)]
+
+
 def used_replicas(transaction: Transaction, since: float, now: float) -> list[UsedReplicas]:
     """Return the replicas that all jobs have used since a time."""
     rows = transaction.all(_USED, since=since, now=now, silent=now - MAX_SILENCE, limit=MAX_USED)
@@ -501,6 +506,12 @@ _GENERATIONS = Sql(
     """
     SELECT generation, replicas, started_at, ended_at, disruptions, failures
     FROM generations WHERE job_key = :key ORDER BY generation
+    """
+)
+_ENDED = Sql(
+    """
+    SELECT DISTINCT jobs.id FROM generations JOIN jobs ON jobs.key = generations.job_key
+    WHERE ended_at >= :since AND ended_at < :until
     """
 )
 _STEPS = Sql("SELECT generation, min(time), max(time) FROM reports WHERE job_key = :key GROUP BY generation")
