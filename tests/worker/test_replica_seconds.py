@@ -39,11 +39,20 @@ def shown(seconds: Any) -> dict[str, float]:
 def test_a_step_is_divided_by_the_wait_for_others_and_by_the_efficiency(clock: Clock) -> None:
     sent: list[Spent] = []
     spent = TimeSpent(sent.append, clock)
-    spent.add_check(0.5)
+    with spent.checking():
+        assert sent[-1] == Spent(present="check")
     spent.begin()
+    assert sent[-1] == Spent(present="starting", measures=True)
+    clock.advance(0.5)
+    spent.leave_step()
     clock.advance(4.0)
     spent.finish_step(1, waited=1.0, efficiency=0.75)
-    assert shown(sent[-1].seconds) == {"check": 0.5, "exchange": 1.0, "useful": 2.25, "efficiency_lost": 0.75}
+    assert shown(sent[-1].seconds) == {
+        "starting": 0.5,
+        "exchange": 1.0,
+        "useful": 2.25,
+        "efficiency_lost": 0.75,
+    }
     assert sent[-1].present == ""
 
 
@@ -123,31 +132,53 @@ def test_the_causes_add_up_to_all_the_time(operations: list[tuple[Any, float, fl
 
 def test_the_agent_adds_what_no_trainer_has_measured(clock: Clock) -> None:
     replica = ReplicaTime(clock, start=90.0)
-    replica.follow(Cause.STARTING, None)
     clock.advance(5.0)
-    replica.follow(Cause.STARTING, Spent({"check": 1.0}, Cause.CHECK))
-    replica.follow(Cause.SPARE, Spent({"check": 1.0}, Cause.CHECK))
+    assert shown(replica.seconds()) == {"starting": 15.0}
+    replica.follow(Cause.CHECK, Spent(present=Cause.CHECK))
+    clock.advance(1.0)
+    replica.follow(Cause.SPARE, Spent(present=Cause.STARTING))
     clock.advance(20.0)
-    assert shown(replica.seconds()) == {"starting": 14.0, "check": 1.0, "spare": 20.0}
+    assert shown(replica.seconds()) == {"starting": 15.0, "check": 1.0, "spare": 20.0}
     # In a step, its end tells.
-    replica.follow(Cause.STARTING, Spent({"check": 1.0}))
+    replica.follow(Cause.STARTING, Spent(measures=True))
     clock.advance(7.0)
-    assert shown(replica.seconds()) == {"starting": 14.0, "check": 1.0, "spare": 20.0}
-    replica.follow(Cause.STARTING, Spent({"check": 1.0, "useful": 7.0}, Cause.EVALUATION))
+    assert shown(replica.seconds()) == {"starting": 15.0, "check": 1.0, "spare": 20.0}
+    replica.follow(Cause.STARTING, Spent({"useful": 7.0}, Cause.EVALUATION, measures=True))
     clock.advance(3.0)
-    assert shown(replica.seconds()) == {
-        "starting": 14.0, "check": 1.0, "spare": 20.0, "useful": 7.0, "evaluation": 3.0,
-    }  # fmt: skip
+    expected = {"starting": 15.0, "check": 1.0, "spare": 20.0, "useful": 7.0, "evaluation": 3.0}
+    assert shown(replica.seconds()) == expected
     # The trainer reports it, and is killed in a step.
-    replica.follow(Cause.STARTING, Spent({"check": 1.0, "useful": 7.0, "evaluation": 3.0}))
+    replica.follow(Cause.STARTING, Spent({"useful": 7.0, "evaluation": 3.0}, measures=True))
     clock.advance(2.0)
     replica.end_trainer(Cause.REPEATED)
     clock.advance(1.0)
-    replica.follow(Cause.STARTING, Spent(present=Cause.CHECK))  # another trainer
-    assert shown(replica.seconds()) == {
-        "starting": 15.0, "check": 1.0, "spare": 20.0, "useful": 7.0, "evaluation": 3.0, "repeated": 2.0,
-    }  # fmt: skip
+    replica.follow(Cause.STARTING, Spent())  # another trainer
+    assert shown(replica.seconds()) == {**expected, "starting": 16.0, "repeated": 2.0}
     assert sum(replica.seconds().values()) == clock.now - 90.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["agent", "trainer", "killed"]), st.floats(0, 5), st.floats(0, 1))))
+def test_no_cause_falls_whatever_arrives_late(events: list[tuple[str, float, float]]) -> None:
+    clock, before = Clock(), dict[str, float]()
+    replica, measured = ReplicaTime(clock, start=100.0), 0.0
+    for kind, seconds, late in events:
+        clock.advance(seconds)
+        match kind:
+            case "agent":
+                replica.end_trainer(Cause.PROGRAM)
+                replica.follow(Cause.SPARE)
+                measured = 0.0
+            case "trainer":
+                # It has measured more than the agent knows when its message arrives.
+                measured += seconds
+                clock.advance(late)
+                replica.follow(Cause.STARTING, Spent({"useful": measured}, measures=True))
+            case "killed":
+                replica.end_trainer(Cause.REPEATED)
+                measured = 0.0
+        after = replica.seconds()
+        assert all(after[cause] >= each for cause, each in before.items())
+        before = dict(after)
 
 
 def test_the_time_of_an_agent_begins_with_its_process() -> None:

@@ -79,12 +79,13 @@ class Spent(Message):
 
     Args:
         seconds: by `Cause`, since it was started.
-        present: the cause of the time since then; empty in a step, whose end tells, and `check` before the
-            first generation, whose time the agent measures.
+        present: the cause of the time since then; empty in a step, whose end tells.
+        measures: whether it has been in a generation. Before, the agent measures its time.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     present: str = ""
+    measures: bool = False
 
 
 @dataclass(frozen=True)

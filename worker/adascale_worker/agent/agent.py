@@ -275,7 +275,7 @@ class Agent:
 
     def _start_trainer(self, desired: Allocation) -> TrainerProcess:
         self._trainers += 1
-        self._time.follow(Cause.STARTING, None)
+        self._time.follow(Cause.STARTING)
         self._assignment, self._held, self._released = None, 0, False
         self._kill_at, self._terminate_sent = math.inf, False
         self._link_check = LinkCheck(self._replica)
@@ -341,7 +341,7 @@ class Agent:
     def _phase(self, status: TrainerStatus) -> Cause:
         """Return what a replica does whose trainer does not measure its time yet."""
         if status.port is None or self._assignment is not None:
-            return Cause.STARTING
+            return Cause.CHECK if status.spent.present == Cause.CHECK else Cause.STARTING
         if self._registered is None or self._registered.instance != self._instance:
             return Cause.CHECK
         active, desired = self._view.active, self._view.desired
@@ -434,7 +434,7 @@ class Agent:
             raise self._check_failure(_error_of(trainer))
         state = self._state_after_exit(trainer, code)
         if state is ReplicaState.FINISHED:
-            self._time.follow(Cause.PROGRAM, None)
+            self._time.follow(Cause.PROGRAM)
         if state is ReplicaState.FINISHED:
             if self._has_finished_on_rank_0(trainer):
                 return self._exit(trainer, state, EXIT_FINISHED)

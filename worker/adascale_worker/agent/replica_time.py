@@ -38,17 +38,15 @@ class ReplicaTime:
         self._trainer = Spent()
         self._phase: str = Cause.STARTING
         """Empty while a trainer measures: its next message has the time since the last."""
+        self._returned: dict[str, float] = {}
+        """What `seconds` has returned."""
         self._changing = threading.Lock()
 
-    def follow(self, phase: Cause, spent: Spent | None) -> None:
-        """Note what the agent does, and what its trainer has reported; None if there is no trainer.
-
-        The phase of a trainer that measures its time itself is what it reports.
-        """
+    def follow(self, phase: Cause, spent: Spent = Spent()) -> None:  # noqa: B008 (frozen)
+        """Note what the replica does, unless its trainer measures that, and what the trainer has reported."""
         with self._changing:
-            self._trainer = spent or Spent()
-            is_measured = spent is not None and spent.present != Cause.CHECK
-            self._enter(spent.present if spent is not None and is_measured else phase)
+            self._trainer = spent
+            self._enter(spent.present if spent.measures else phase)
 
     def end_trainer(self, cause: Cause) -> None:
         """Count the time of a trainer that has ended; since its last report, to this cause."""
@@ -64,7 +62,11 @@ class ReplicaTime:
             found = self._sum()
             if self._phase:
                 found[self._phase] += self._rest()
-            return dict(found)
+            # A counter never falls, also by the milliseconds that a message takes.
+            self._returned = {
+                cause: max(seconds, self._returned.get(cause, 0.0)) for cause, seconds in found.items()
+            }
+            return self._returned
 
     def _enter(self, phase: str) -> None:
         if phase != self._phase:

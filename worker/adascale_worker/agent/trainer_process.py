@@ -50,7 +50,6 @@ from adascale_core.messages.channel import (
     trainer_message,
 )
 from adascale_core.messages.registration import ReplicaState
-from adascale_core.messages.replica_seconds import Cause
 from adascale_core.names import (
     ENV_AGENT_SOCKET,
     ENV_LOCAL_RANK,
@@ -204,7 +203,7 @@ class TrainerStatus:
     local_bsz_limit: int | None = None
     # the generation of the checkpoint that it cannot replace, because it runs in an earlier one
     saved: int = 0
-    spent: Spent = field(default_factory=lambda: Spent(present=Cause.CHECK))  # how it has spent its time
+    spent: Spent = field(default_factory=Spent)  # how it has spent its time
     # the exit code with which it ends. None if it runs, was killed or has ended by os._exit.
     exit_code: int | None = None
 

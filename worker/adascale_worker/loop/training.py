@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -240,9 +239,9 @@ class Training(Context):
 
     def _require_sound_devices(self) -> None:
         """Check the device of each process of this replica before the agent registers it."""
-        group, began = self.group, time.monotonic()
-        fault = find_fault(self.device)
-        self.spent.add_check(time.monotonic() - began)
+        group = self.group
+        with self.spent.checking():
+            fault = find_fault(self.device)
         fault = next(filter(None, group.own.exchange(fault)), None)
         if fault is not None:
             raise ReplicaCheckError(fault)

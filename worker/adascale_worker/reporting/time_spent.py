@@ -27,16 +27,19 @@ class TimeSpent:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._until: float | None = None
         """The time before is divided; None before the first generation."""
-        self._sent_at = float("-inf")
+        self._sent_at, self._reported = float("-inf"), ""
+        """When the last message was sent, and its present cause."""
         self._present = Cause.STARTING
         """The cause of what is neither a step nor anything that is measured by itself."""
         self.repeated_until = 0
         """The last step that was made before a checkpoint was restored; it and those before are repeated."""
 
-    def add_check(self, seconds: float) -> None:
-        """Count a check of the device, before the first generation."""
-        self._seconds[Cause.CHECK] += seconds
-        self._send(Spent(dict(self._seconds), Cause.CHECK))
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Tell the agent that the device is checked, before the first generation."""
+        self._send(Spent(present=Cause.CHECK))
+        yield
+        self._send(Spent(present=Cause.STARTING))
 
     def begin(self) -> None:
         """Begin with the first generation."""
@@ -64,8 +67,10 @@ class TimeSpent:
         self._charge(cause)
 
     def leave_step(self) -> None:
-        """Charge what follows the last step, up to now, to the program."""
+        """Charge what follows the last step, up to now, to the program, or to the start."""
         self._charge(self._present)
+        if self._reported:
+            self._report()
 
     def finish_step(self, step: int, waited: float, efficiency: float) -> None:
         """Charge the time since the last step, of which the replica has `waited` for others."""
@@ -107,5 +112,5 @@ class TimeSpent:
 
     def _report(self, present: str = "") -> None:
         if self._until is not None:
-            self._sent_at = self._clock()
-            self._send(Spent(dict(self._seconds), present))
+            self._sent_at, self._reported = self._clock(), present
+            self._send(Spent(dict(self._seconds), present, measures=True))
