@@ -156,7 +156,7 @@ class FourReplicas:
     ) -> None:
         each = [[found[p] for p in parameters] for found in gradients]
         mean = [torch.stack(column).mean(0) for column in zip(*each, strict=True)]
-        norms = [self.metric.sqr_norm(parameters, own, torch.device("cpu")) for own in (*each, mean)]
+        norms = [self.metric.sqr_norm(0, parameters, own, torch.device("cpu")) for own in (*each, mean)]
         *own, of_mean = torch.stack(norms).tolist()
         sqr, var = from_micro_gradients(REPLICAS, sum(own) / len(own), of_mean, REPLICAS)
         for number, value in enumerate((sqr, var, 1.0)):

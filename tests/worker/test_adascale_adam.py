@@ -373,14 +373,14 @@ def test_gradients_are_divided_by_the_roots_of_their_second_moments(
     added = mean * metric.FLOOR + 1e-8**2
     expected = [real(g).double() / (v + added).sqrt() for g, v in zip(gradients, second, strict=True)]
     approximately = partial(pytest.approx, rel=1e-5, abs=1e-6)
-    divided = measured.divided(parameters, gradients)
+    divided = measured.divided(0, parameters, gradients)
     for found, each, gradient in zip(divided, expected, gradients, strict=True):
         assert found.shape == gradient.shape
         assert real(found).flatten().tolist() == approximately(each.flatten().tolist())
     sqr_norm = sum(float(each.square().sum()) for each in expected)
-    total = measured.sqr_norm(parameters, gradients, torch.device("cpu"))
+    total = measured.sqr_norm(0, parameters, gradients, torch.device("cpu"))
     assert total.item() == approximately(sqr_norm)
-    assert [measured.norm(*pair).item() for pair in zip(parameters, gradients, strict=True)] == (
+    assert [measured.norm(0, *pair).item() for pair in zip(parameters, gradients, strict=True)] == (
         approximately([float(each.norm()) for each in expected])
     )
 
@@ -403,10 +403,10 @@ def test_measuring_changes_neither_gradients_nor_second_moments(shapes: list[tup
     before = copy.deepcopy([*gradients, *moments])
     measured = metric.Metric(AdamRule(inner))
     pairs = list(zip(parameters, gradients, strict=True))
-    found = [measured.norm(*pair).item() for pair in pairs]
-    divided = measured.divided(parameters, gradients)
+    found = [measured.norm(0, *pair).item() for pair in pairs]
+    divided = measured.divided(0, parameters, gradients)
     assert found == pytest.approx([each.norm().item() for each in divided], rel=1e-4)
-    together = measured.sqr_norm(parameters, gradients, torch.device("cpu")).item()
+    together = measured.sqr_norm(0, parameters, gradients, torch.device("cpu")).item()
     assert together == pytest.approx(sum(norm**2 for norm in found), rel=1e-4)
     assert all(map(torch.equal, before, [*gradients, *moments]))
 

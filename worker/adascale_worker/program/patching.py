@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import (
 from adascale_worker.errors import WorkerError
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.program_loop import ProgramLoop
-from adascale_worker.scaling.statistics.parameters import lr_versions
+from adascale_worker.torch_private.autograd import version_of
 from adascale_worker.torch_private.modules import has_scheduler, last_milestone, schedulers_in
 
 
@@ -46,7 +46,7 @@ class LearningRates:
         registered: Iterable[object],
     ) -> None:
         self._optimizers = list(optimizers.values())
-        self._rates: list[list[object]] | None = None
+        self._rates: list[object] | None = None
         """The learning rates after the last call of the trainer; None where the next change is accepted."""
         self.reads_progress = False
         """Whether the program has read its progress for the present batch, by which it may set a rate."""
@@ -118,8 +118,10 @@ class LearningRates:
                 "step_update(int(trainer.progress))"
             )
 
-    def _rates_now(self) -> list[list[object]]:
-        return [lr_versions(each.param_groups) for each in self._optimizers]
+    def _rates_now(self) -> list[object]:
+        """Return the learning rates; tensors with the number of their changes, since reading them waits."""
+        rates = [group["lr"] for each in self._optimizers for group in each.param_groups]
+        return [(lr, version_of(lr)) if isinstance(lr, torch.Tensor) else lr for lr in rates]
 
     def _report(self, message: str) -> None:
         """Warn, once."""

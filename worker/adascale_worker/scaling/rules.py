@@ -161,12 +161,13 @@ class AdamRule(ScalingRule):
         steps = [state["step"] for state in present.values()]
         if len({step.device for step in steps}) == 1:
             steps = torch.stack(steps).tolist()  # On a GPU (capturable or fused), this waits once.
-        found: dict[int, SecondMoment] = {}
-        for (parameter_id, state), step in zip(present.items(), map(float, steps), strict=True):
-            if step:  # Otherwise all steps were skipped, in the kernel of a fused optimizer.
-                factor = 1.0 / (1.0 - beta ** (step * unit))
-                found[parameter_id] = SecondMoment(local_shard(state[name]), factor)
-        return found
+        # With 0, all steps were skipped, in the kernel of a fused optimizer.
+        factors = {step: 1.0 / (1.0 - beta ** (float(step) * unit)) for step in set(steps) if step}
+        return {
+            parameter_id: SecondMoment(local_shard(state[name]), factors[step])
+            for (parameter_id, state), step in zip(present.items(), steps, strict=True)
+            if step
+        }
 
     def eps(self, number: int) -> float:
         """Return what group `number` adds to the square root of the second moment."""

@@ -12,7 +12,8 @@ v is from the steps before, so it does not depend on the gradients that are meas
 unbiased. All norms of a step use the same v.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from adascale_worker.scaling.statistics.norms import (
     divided_like,
     flattened,
     is_first_copy,
+    local_shard,
     norm,
     norms,
     sqr_norm,
@@ -37,7 +39,7 @@ almost always zero, such as the embedding of a rare word, would otherwise outwei
 MIN_EPS = 1e-12
 
 MAX_ELEMENTS_TO_COPY = 1 << 14
-"""Gradients on the CPU up to this size are divided together."""
+"""Second moments on the CPU up to this size are copied together."""
 
 MAX_ELEMENTS_TO_KEEP = 1 << 22
 """What many gradients are divided by is kept for all norms of a step, up to this size."""
@@ -60,7 +62,6 @@ class Metric:
         self._rule = rule if rule is not None and rule.has_second_moments else None
         self._add_shards = add_shards
         self._divisors: dict[int, _GroupDivisor] | None = None
-        self._group_of: dict[int, int] = {}
 
     def begin_step(self) -> None:
         """Use the current second moments from now on."""
@@ -70,9 +71,9 @@ class Metric:
         """Return the numbers of the groups that have second moments; None if the metric needs none."""
         return None if self._rule is None else list(self._current_divisors(self._rule))
 
-    def norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return the norm of the gradient of one parameter: shape ()."""
-        divisor = self._divisor_of([parameter])
+    def norm(self, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return the norm of the gradient of one parameter of a group: shape ()."""
+        divisor = self._divisor_of(group)
         if divisor is None:
             return norm(gradient)
         sqr_norms = divisor.sqr_norms([parameter], [gradient])
@@ -80,38 +81,33 @@ class Metric:
         return total.sqrt()
 
     def sqr_norm(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
+        self, group: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
     ) -> Tensor:
-        """Return the squared norm of the gradients of parameters of one group: shape (), on `device`."""
-        divisor = self._divisor_of(parameters)
+        """Return the squared norm of the gradients of parameters of a group: shape (), on `device`."""
+        divisor = self._divisor_of(group)
         if divisor is None:
             return sqr_norm(gradients, device)
         return stacked(divisor.sqr_norms(parameters, gradients), device).sum()
 
-    def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def divided(self, group: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return vectors whose Euclidean norms are the norms of the gradients; perhaps these themselves."""
-        divisor = self._divisor_of(parameters)
+        divisor = self._divisor_of(group)
         return list(gradients) if divisor is None else divisor.divided(parameters, gradients)
 
-    def _divisor_of(self, parameters: Sequence[Tensor]) -> "_GroupDivisor | None":
-        """Return the divisor of parameters of one group. With shards, a collective call also for none."""
-        if self._rule is None:
-            return None
-        divisors = self._current_divisors(self._rule)
-        return divisors.get(self._group_of[id(parameters[0])]) if parameters else None
+    def _divisor_of(self, group: int) -> "_GroupDivisor | None":
+        """Return the divisor of a group. With shards, a collective call."""
+        return None if self._rule is None else self._current_divisors(self._rule).get(group)
 
     def _current_divisors(self, rule: ScalingRule) -> dict[int, "_GroupDivisor"]:
         if self._divisors is not None:
             return self._divisors
-        self._divisors, self._group_of = {}, {}
+        self._divisors = {}
         for number, group in enumerate(rule.optimizer.param_groups):
-            self._group_of.update((id(parameter), number) for parameter in group["params"])
             moments = rule.second_moments(number)
             if moments:
+                copies = {id(p) for p in group["params"] if self._add_shards and not is_first_copy(p)}
                 eps = max(rule.eps(number), MIN_EPS)
-                counted = [p for p in group["params"] if self._add_shards is None or is_first_copy(p)]
-                counted_ids = set(map(id, counted))
-                self._divisors[number] = _GroupDivisor(moments, counted_ids, eps, self._add_shards)
+                self._divisors[number] = _GroupDivisor(moments, copies, eps, self._add_shards)
         return self._divisors
 
 
@@ -124,106 +120,121 @@ class _GroupDivisor:
 
     def __init__(
         self,
-        moments: dict[int, SecondMoment],
-        counted: set[int],  # the ids of the parameters whose mean is that of the group
+        moments: Mapping[int, SecondMoment],  # by the id of the parameter
+        copies: set[int],  # the ids of parameters that another process counts in the mean of the group
         eps: float,
         add_shards: Callable[[Tensor], object] | None,
     ) -> None:
-        self._moments = moments  # by the id of the parameter; one without it gets the mean of the group
-        first = next(iter(moments.values()))
-        self._are_on_gpu = are_read_together([first.value])
-        self._kept: dict[tuple[int, ...], Tensor] = {}
-        """1 / (v + c) of parameters that are divided together, by their numbers, if they are small."""
-        alike = [n for n, each in moments.items() if n in counted and _is_small(each, first.factor)]
-        whole = torch.cat([moments[n].value.reshape(-1) for n in alike]) if alike else torch.empty(0)
-        whole.mul_(first.factor)
-        self._small: dict[int, Tensor] = dict(
-            zip(alike, whole.split([moments[n].value.numel() for n in alike]), strict=True)
-        )
-        """v of what is small on the CPU, later 1 / (v + c), which costs less than a call for each."""
-        own = [each for n, each in moments.items() if n in counted and n not in self._small]
-        # No value is negative, so the sums are L1 norms.
-        sums = stacked(norms([_real(moment.value) for moment in own], order=1), first.value.device)
-        count = sum(_real(moment.value).numel() for moment in own) + whole.numel()
-        total = (sums * sums.new_tensor([moment.factor for moment in own] or [0.0])).sum()
-        total += whole.sum().to(total)
+        self._blocks: list[_Block] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        """The block of a parameter, and its place there, by its id."""
+        kinds: dict[object, list[int]] = {}
+        for number, (value, factor) in moments.items():
+            alone = number if _is_large(value) else None
+            of_kind = kinds.setdefault((value.dtype, value.device, factor, number in copies, alone), [])
+            of_kind.append(number)
+        for kind, numbers in kinds.items():
+            sizes = [moments[number].value.numel() for number in numbers]
+            for batch in batches(sizes, [kind] * len(sizes)):
+                self._add_block([numbers[n] for n in batch], [moments[numbers[n]] for n in batch])
+        counted = {self._places[number][0] for number in moments if number not in copies}
+        device = next(iter(moments.values())).value.device
+        total = stacked([self._blocks[n].sum() for n in counted], device).sum()
+        count = sum(self._blocks[n].starts[-1] for n in counted)
         both = torch.stack([total, total.new_tensor(float(count))])
         if add_shards is not None:
             add_shards(both)
         self._mean = (both[0] / both[1]).item()
         self._added = self._mean * FLOOR + eps**2
-        whole.add_(self._added).reciprocal_()
-        self._kept[tuple(alike)] = whole
+        for block in self._blocks:
+            block.add(self._added)
 
     def sqr_norms(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return numbers that add up to the squared norm of the gradients."""
         found: list[Tensor] = []
-        for batch, whole in self._batches(parameters, gradients):
-            own = [parameters[n] for n in batch]
-            if self._are_on_gpu or whole.numel() <= MAX_ELEMENTS_TO_COPY or len(batch) > 1:
-                squares = whole.square_() if len(batch) > 1 else whole.square()  # Several were copied.
-                found.append(torch.dot(squares, self._factors(own).to(whole.dtype)))
-                continue
-            for start in range(0, whole.numel(), CHUNK):
-                piece = whole[start : start + CHUNK]
-                quotient = piece / self._divisor(own, slice(start, start + CHUNK))
-                found.append(torch.dot(quotient.to(piece.dtype), piece))
+        for positions, block, first in self._runs(parameters, gradients):
+            whole = flattened([gradients[n] for n in positions])
+            size = CHUNK if block.is_large else max(whole.numel(), 1)
+            for start in range(0, whole.numel(), size):
+                piece = whole[start : start + size]
+                squares = piece.square_() if len(positions) > 1 else piece.square()  # Several were copied.
+                factors = block.reciprocals(first, len(positions), slice(start, start + size))
+                found.append(torch.dot(squares, factors.to(piece.dtype)))
         return found
 
     def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients, divided."""
         found: dict[int, Tensor] = {}
-        for batch, whole in self._batches(parameters, gradients):
-            divided = whole / self._divisor([parameters[n] for n in batch]).sqrt()
-            if gradients[batch[0]].is_complex():
+        for positions, block, first in self._runs(parameters, gradients):
+            own = [gradients[n] for n in positions]
+            divided = flattened(own) * block.reciprocals(first, len(own)).sqrt()
+            if own[0].is_complex():
                 divided = torch.view_as_complex(divided.view(-1, 2))
-            found.update(zip(batch, divided_like(divided, [gradients[n] for n in batch]), strict=True))
+            found.update(zip(positions, divided_like(divided, own), strict=True))
         return [found[n] for n in range(len(gradients))]
 
-    def _batches(
+    def _runs(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """Return the positions of gradients of one kind, and all their numbers in one dimension."""
-        kinds: list[object] = []
-        for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            if id(parameter) in self._small and gradient.dtype is torch.float32:
-                kinds.append(None)
-                continue
-            moment = self._moments.get(id(parameter))
-            kind = moment and (moment.value.dtype, moment.value.device, moment.factor)
-            is_alone = not self._are_on_gpu and gradient.numel() > MAX_ELEMENTS_TO_COPY
-            kinds.append((gradient.dtype, gradient.device, kind, position if is_alone else None))
-        for batch in batches([each.numel() for each in gradients], kinds):
-            yield batch, flattened([gradients[n] for n in batch])
+    ) -> Iterator[tuple[list[int], "_Block", int]]:
+        """Yield the positions of gradients of one type that follow each other in a block, and their place."""
+        places = [self._places.get(id(each)) or self._place_without_moment(each) for each in parameters]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        kinds = [(places[n][0], places[n][1] - rank, gradients[n].dtype) for rank, n in enumerate(order)]
+        for _, run in groupby(range(len(order)), key=kinds.__getitem__):
+            positions = [order[rank] for rank in run]
+            block, first = places[positions[0]]
+            yield positions, self._blocks[block], first
 
-    def _factors(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return 1 / (v + c) of parameters of one kind, in one dimension."""
-        numbers = tuple(map(id, parameters))
-        if len(numbers) == 1 and numbers[0] in self._small:
-            return self._small[numbers[0]]
-        if numbers not in self._kept:
-            factors = self._divisor(parameters).reciprocal_()
-            if factors.numel() > MAX_ELEMENTS_TO_KEEP:
-                return factors
-            self._kept[numbers] = factors
-        return self._kept[numbers]
+    def _place_without_moment(self, parameter: Tensor) -> tuple[int, int]:
+        """Let a parameter without a second moment have the mean of the group."""
+        value = torch.full_like(_real(local_shard(parameter)), self._mean, dtype=torch.float32)
+        self._add_block([id(parameter)], [SecondMoment(value)])
+        self._blocks[-1].add(self._added)
+        return self._places[id(parameter)]
 
-    def _divisor(self, parameters: Sequence[Tensor], part: slice = slice(None)) -> Tensor:
-        """Return v + c of parameters of one kind, or of a part of them, in one dimension."""
-        moments = [self._moments[id(each)] for each in parameters if id(each) in self._moments]
-        if not moments:
-            size = sum(each.numel() * (1 + each.is_complex()) for each in parameters)
-            device = parameters[0].device
-            return torch.full((len(range(size)[part]),), self._mean + self._added, device=device)
-        values = flattened([moment.value for moment in moments])[part]
-        return (values * moments[0].factor).add_(self._added)
+    def _add_block(self, numbers: Sequence[int], moments: Sequence[SecondMoment]) -> None:
+        self._places.update((number, (len(self._blocks), place)) for place, number in enumerate(numbers))
+        self._blocks.append(_Block(moments))
 
 
-def _is_small(moment: SecondMoment, factor: float) -> bool:
-    """Whether a second moment is read together with the others of this factor."""
-    value = moment.value
-    is_alike = value.is_cpu and value.dtype is torch.float32 and moment.factor == factor
-    return is_alike and value.numel() <= MAX_ELEMENTS_TO_COPY
+class _Block:
+    """Second moments of one kind, which are one vector in their order."""
+
+    def __init__(self, moments: Sequence[SecondMoment]) -> None:
+        self._values = [_real(moment.value) for moment in moments]
+        self._factor = moments[0].factor
+        self._added = 0.0
+        self.is_large = _is_large(moments[0].value)
+        self.starts = list(accumulate((value.numel() for value in self._values), initial=0))
+        self._kept: Tensor | None = None
+        """The vector, which is read several times, if it is small."""
+        if not self.is_large and self.starts[-1] <= MAX_ELEMENTS_TO_KEEP:
+            self._kept = flattened(self._values) * self._factor
+
+    def sum(self) -> Tensor:
+        """Return the sum of v, before `add`."""
+        if self._kept is not None:
+            return self._kept.sum()
+        # No value is negative, so the sums are L1 norms.
+        return stacked(norms(self._values, order=1), self._values[0].device).sum() * self._factor
+
+    def add(self, added: float) -> None:
+        """Set c."""
+        self._added = added
+        if self._kept is not None:
+            self._kept.add_(added).reciprocal_()
+
+    def reciprocals(self, first: int, count: int, part: slice = slice(None)) -> Tensor:
+        """Return 1 / (v + c) of consecutive parameters, or of a part of their elements."""
+        if self._kept is not None:
+            return self._kept[self.starts[first] : self.starts[first + count]][part]
+        values = flattened(self._values[first : first + count])[part]
+        return (values * self._factor).add_(self._added).reciprocal_()
+
+
+def _is_large(value: Tensor) -> bool:
+    """Whether a second moment is read alone, in pieces."""
+    return value.numel() > MAX_ELEMENTS_TO_COPY and not are_read_together([value])
 
 
 def _real(tensor: Tensor) -> Tensor:

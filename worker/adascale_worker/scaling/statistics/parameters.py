@@ -1,6 +1,5 @@
 """The parameters of an optimizer, and where their gradients and learning rates are."""
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +7,6 @@ from torch import Tensor
 
 from adascale_worker.errors import SparseGradientError
 from adascale_worker.scaling.statistics.norms import accumulation_dtype, is_first_copy, local_shard
-from adascale_worker.torch_private.autograd import version_of
 
 HOST = torch.device("cpu")
 
@@ -22,33 +20,6 @@ def require_dense(gradient: Tensor) -> Tensor:
             "another optimizer"
         )
     return gradient
-
-
-class TensorVersion:
-    """A tensor as it is now. Equal to a later one of the same tensor if that has not been changed since.
-
-    Reads no value, which would wait for the device of the tensor.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor  # Kept, because its id might become that of another tensor.
-        self._changes = version_of(tensor)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, TensorVersion)
-            and self._tensor is other._tensor
-            and self._changes == other._changes
-        )
-
-    def __hash__(self) -> int:
-        return hash((id(self._tensor), self._changes))
-
-
-def lr_versions(groups: Iterable[Mapping[str, Any]]) -> list[object]:
-    """Return the learning rates of parameter groups, to find changes: numbers, or versions of tensors."""
-    rates = (group["lr"] for group in groups)
-    return [TensorVersion(lr) if isinstance(lr, Tensor) else lr for lr in rates]
 
 
 class OptimizerParameters:
@@ -71,18 +42,20 @@ class OptimizerParameters:
 
     def measured(self) -> list[list[Tensor]]:
         """Return the parameters whose gradients this process measures, by parameter group."""
-        return [list(filter(self.measures, group)) for group in self.groups()]
+        groups = self.groups()
+        return [list(filter(is_first_copy, group)) for group in groups] if self.is_sharded else groups
 
     def with_gradients(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return the measured parameters that have gradients, and these, by parameter group.
 
         For DTensors, the gradients are the shards of this rank.
         """
-        present = [[p for p in group if p.grad is not None] for group in self.measured()]
-        return [
-            (group, [local_shard(require_dense(p.grad)) for p in group if p.grad is not None])
-            for group in present
-        ]
+        found = []
+        for group in self.measured():
+            gradients = [parameter.grad for parameter in group]
+            present = [p for p, gradient in zip(group, gradients, strict=True) if gradient is not None]
+            found.append((present, [local_shard(require_dense(g)) for g in gradients if g is not None]))
+        return found
 
     def trainable(self) -> list[bool]:
         """Return whether each group has a parameter that is not frozen."""

@@ -61,7 +61,7 @@ class PreviousGradient:
                 if parameter.grad is not None
             }
             present, sources = list(shards), list(shards.values())
-            divided = self._metric.divided([group[index] for index in present], sources)
+            divided = self._metric.divided(number, [group[index] for index in present], sources)
             memory = old[number] if number < len(old) else []
             old_copies = [memory[index] if index < len(memory) else None for index in present]
             copies = dict(zip(present, _copies(divided, sources, old_copies), strict=True))
@@ -88,7 +88,7 @@ class PreviousGradient:
         """
         previous: list[list[Tensor]] = []
         current: list[list[Tensor]] = []
-        for copies, group in zip(self._gradients or [], parameters, strict=True):
+        for number, (copies, group) in enumerate(zip(self._gradients or [], parameters, strict=True)):
             compared = [
                 (copied, parameter, local_shard(parameter.grad))
                 for copied, parameter in zip(copies, group, strict=True)
@@ -96,7 +96,7 @@ class PreviousGradient:
             ]
             previous.append([copied for copied, *_ in compared])
             own = [parameter for _, parameter, _ in compared]
-            current.append(self._metric.divided(own, [gradient for *_, gradient in compared]))
+            current.append(self._metric.divided(number, own, [gradient for *_, gradient in compared]))
         return inner_products(previous, current, device)
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ DDP, when gradients are averaged.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
+from itertools import compress, groupby
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.statistics.metric import Metric
-from adascale_worker.scaling.statistics.norms import sum_of_squares
+from adascale_worker.scaling.statistics.norms import local_shard, sum_of_squares
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters, require_dense
 from adascale_worker.scaling.statistics.steps import GainOptions
 from adascale_worker.torch_private.autograd import (
@@ -106,7 +106,8 @@ class GradientReader:
     def current_sqr_norms(self) -> Tensor:
         """Return the squared norms of the gradients as they are now on this rank: shape (groups,)."""
         device = self._parameters.device
-        return torch.stack([self._metric.sqr_norm(*own, device) for own in self._parameters.with_gradients()])
+        groups = enumerate(self._parameters.with_gradients())
+        return torch.stack([self._metric.sqr_norm(group, *own, device) for group, own in groups])
 
     # -- micro-gradients ----------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class GradientReader:
         if self._parameters.is_sharded:
             measured = [self._parameters.measures(parameter) for parameter in parameters]
             parameters, gradients = list(compress(parameters, measured)), list(compress(gradients, measured))
-        norm = self._metric.sqr_norm(parameters, gradients, self._parameters.device)
+        norm = self._metric.sqr_norm(group, parameters, gradients, self._parameters.device)
         self._present.setdefault(group, []).append(norm)
 
     def end(self, weight: float) -> None:
@@ -207,6 +208,7 @@ class HookedGradients(GradientReader):
         self._reads_together = (
             ddp is not None
             and options.accumulation == 1
+            and options.world_size > 1
             and not (ddp.gradient_as_bucket_view or ddp.static_graph)
         )
         groups = self._parameters.groups()
@@ -271,8 +273,8 @@ class HookedGradients(GradientReader):
         return None
 
     def _comes_last(self, index: int) -> bool:
-        """Whether no hook of the program on a parameter is called after ours."""
-        return is_last_hook(self._flat[index], self._handles[index])
+        """Whether gradients are read after all hooks of the program on a parameter."""
+        return self._reads_together or is_last_hook(self._flat[index], self._handles[index])
 
     def begin_step(self, *, measuring: bool) -> None:
         """Discard the passes of this step so far."""
@@ -304,11 +306,12 @@ class HookedGradients(GradientReader):
         """Read a micro-gradient before it is added to `.grad`."""
         if backward_pass_id() not in self._pass_ids and not self._enter_pass(index):
             return
-        if self._options.micro_gradients > 1 and self._reads_together:
+        if self._reads_together:
             self._arrived.append(index)
         elif self._options.micro_gradients > 1:
-            norm = self._metric.norm(self._flat[index], require_dense(gradient).detach())
-            self._norms.append((self._group_of[index], norm))
+            group = self._group_of[index]
+            norm = self._metric.norm(group, self._flat[index], require_dense(gradient).detach())
+            self._norms.append((group, norm))
 
     def _enter_pass(self, index: int) -> bool:
         """Begin a pass, or a pass inside it. False in `torch.autograd.grad`, which does not change .grad."""
@@ -327,16 +330,14 @@ class HookedGradients(GradientReader):
         call_at_end_of_backward(self._before_averaging)
 
     def _before_averaging(self) -> None:
-        arrived: dict[int, list[Tensor]] = {}
-        for index in dict.fromkeys(self._arrived):
-            arrived.setdefault(self._group_of[index], []).append(self._flat[index])
-        self._arrived = []
-        for group, own in arrived.items():
-            gradients = [require_dense(each.grad).detach() for each in own if each.grad is not None]
+        arrived, self._arrived = sorted(set(self._arrived)), []
+        for group, indices in groupby(arrived, key=self._group_of.__getitem__):
+            own = [self._flat[index] for index in indices]
+            gradients = [local_shard(require_dense(grad)) for p in own if (grad := p.grad) is not None]
             if len(gradients) < len(own):  # An optimizer in the backward pass has used them.
                 self._has_lost = True
                 continue
-            sqr_norm = self._metric.sqr_norm(own, gradients, self._parameters.device)
+            sqr_norm = self._metric.sqr_norm(group, own, gradients, self._parameters.device)
             self._norms.append((group, sqr_norm.sqrt()))
         call_at_end_of_backward(self._after_averaging)
 

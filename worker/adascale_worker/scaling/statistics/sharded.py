@@ -183,4 +183,4 @@ class ShardedGradients(HookedGradients):
                 self._reduced_norms[group].append(norm(piece) * factor)
             elif group in defined:
                 shard = piece[0, : local_shard(parameter).numel()]
-                self._reduced_norms[group].append(self._metric.norm(parameter, shard) * factor)
+                self._reduced_norms[group].append(self._metric.norm(group, parameter, shard) * factor)
