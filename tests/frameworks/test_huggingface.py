@@ -531,11 +531,11 @@ def test_the_learning_rate_follows_the_evaluation(train_both: TrainBoth, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"auto_find_batch_size": True}, r"auto_find_batch_size .* local_bsz_bounds=\(4, \"auto\"\)"),
-        ({"torch_compile": True}, r"torch_compile .* model\.compile\(dynamic=True\)"),
-        ({"save_on_each_node": True}, "save_on_each_node .* folder that the replicas share"),
+        ({"auto_find_batch_size": True}, r"auto_find_batch_size=True .* local_bsz_bounds=\(4, \"auto\"\)"),
+        ({"torch_compile": True}, r"torch_compile=True .* model\.compile\(dynamic=True\)"),
+        ({"save_on_each_node": True}, "save_on_each_node=True .* folder that the replicas share"),
         ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' .* use reduce_lr_on_plateau"),
-        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint .* leave it out"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True .* leave it out"),
     ],
 )
 def test_arguments_that_are_not_supported_are_refused(

@@ -61,15 +61,14 @@ def test_a_count_is_saved_as_a_plain_integer() -> None:
         assert type(saved["steps"][0]) is type(saved["steps"][1][0]) is int
 
 
-@given(PROGRESS, st.integers(1, 12), st.integers(1, 12))
+@given(PROGRESS, st.integers(1, 12))
 def test_only_the_last_step_of_an_epoch_reaches_the_number_of_its_batches(
-    gains: list[float], length: int, interval: int
+    gains: list[float], length: int
 ) -> None:
     counts = Counts(float(length), length)
     for gain in gains:
         counts.before, counts.after = counts.after, counts.after + gain
-        is_last = counts.ends_epoch
-        done = counts.batches(interval, is_last=is_last)
+        is_last, done = counts.ends_epoch, counts.batches
         assert (done == length) == is_last
         assert 0 <= done <= length
         if is_last:
@@ -84,10 +83,19 @@ def test_at_the_initial_batch_size_the_counts_are_those_of_plain_lightning(
     for step in range(steps):
         counts.epoch = step // length
         assert counts.batch_index == step % length
-        assert (counts.logged_steps(interval, step + 1.0) + 1) % interval == (step + 1) % interval
         counts.before, counts.after = float(step), step + 1.0
         is_last = (step + 1) % length == 0
         assert counts.ends_epoch is is_last
-        assert counts.batches(interval, is_last=is_last) == step % length + 1
-        assert counts.total_batches(interval) == step + 1
-        assert counts.logged_steps(interval) == step
+        assert counts.batches == step % length + 1
+        assert (counts.batches % interval == 0) == ((step % length + 1) % interval == 0)
+        assert counts.logged_step(interval, counts.before, counts.after) == step
+
+
+@given(st.integers(1, 30), st.floats(0, 100), st.floats(1, 40))
+def test_the_step_that_is_logged_is_that_of_a_multiple_if_the_step_has_crossed_one(
+    interval: int, before: float, gain: float
+) -> None:
+    step = Counts(1.0, 1).logged_step(interval, before, before + gain) + 1
+    crosses = int(before + gain) // interval > int(before) // interval
+    assert step == (int(before + gain) // interval * interval if crosses else int(before + gain))
+    assert Counts(1.0, 1).logged_step(0, before, before + gain) + 1 == int(before + gain)

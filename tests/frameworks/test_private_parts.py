@@ -18,7 +18,6 @@ LIGHTNING_PARTS: dict[str, tuple[str, ...]] = {
         "_num_ready_batches_reached",
         "_should_accumulate",
         "_should_check_val_fx",
-        "_broadcast_sigterm_tensor",
         "_is_training_done",
         "done",
         "global_step",

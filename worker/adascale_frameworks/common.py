@@ -1,15 +1,19 @@
-"""What the adapters share: launchers' variables, multiples that a step crosses, loaders, logged values."""
+"""The core of the adapters: the loaders of training and evaluation, and the run of a framework's loop.
+
+Besides what is refused, and the parts of a program by name.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -18,23 +22,11 @@ from torch.utils.data import (
 )
 
 from adascale_core.names import LAUNCHER_VARIABLES, MAX_METRICS
-from adascale_worker.errors import DatasetError
+from adascale_worker.batches.feed import CHOSEN_BY_TRAINER
+from adascale_worker.errors import DatasetError, WorkerError
+from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.reporting.reports import as_number
 from adascale_worker.trainer import ElasticTrainer
-
-
-class TrainerOptions(TypedDict, total=False):
-    """Arguments that the adapters pass on to `ElasticTrainer`."""
-
-    max_batch_size: int | None
-    local_bsz_bounds: Sequence[int | Literal["auto"]] | None
-    train_samples: int | None
-    efficiency_target: float | None
-    checkpoint_dir: str | Path | None
-    checkpoint_interval: float | None
-    max_nonfinite_steps: int | None
-    single_replica_gain: Literal["divided", "consecutive"]
-    max_gain: float | None
 
 
 def hide_launcher(environ: MutableMapping[str, str]) -> dict[str, str]:
@@ -45,45 +37,76 @@ def hide_launcher(environ: MutableMapping[str, str]) -> dict[str, str]:
     return {name: environ.pop(name) for name in LAUNCHER_VARIABLES if name in environ}
 
 
-def crossed(interval: int, before: float, after: float) -> range:
-    """Return the multiples of an interval that an optimizer step has crossed, in ascending order.
+_OPTIONS = inspect.signature(DataLoader).parameters.keys() - CHOSEN_BY_TRAINER - {"dataset", "shuffle"}
+"""Options of `DataLoader` that do not choose samples and batches."""
 
-    A step at a larger batch is worth several steps at the initial batch size, so it can cross a multiple
-    without ending at it, and several multiples at once. Each multiple is crossed by exactly one step.
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options of a loader that do not choose its batches."""
+    options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
+    options["pin_memory"] = loader.pin_memory and torch.cuda.is_available()
+    return options
+
+
+def evaluate(
+    elastic: ElasticTrainer, loader: DataLoader[Any], model: torch.nn.Module, **arguments: Any
+) -> Evaluation:
+    """Return an evaluation of the consecutive samples of a loader, whose worker processes end with it."""
+    batches: Any = loader.batch_sampler
+    options = {"dataset": loader.dataset, "batch_size": batches.batch_size, **options_of(loader)}
+    return elastic.evaluation(**{**options, "persistent_workers": False, "model": model, **arguments})
+
+
+def is_divisible(loader: object, *samplers: type) -> TypeGuard[DataLoader[Any]]:
+    """Whether the batches of a loader are those of consecutive samples, or of one of the samplers."""
+    batches = getattr(loader, "batch_sampler", None)
+    return (
+        type(batches) is BatchSampler
+        and type(batches.sampler) in (SequentialSampler, *samplers)
+        and len(batches.sampler) > 0  # type: ignore[arg-type]
+    )
+
+
+def samples_of(dataset: object, what: str) -> int:
+    """Return the length of a data set. For errors, `what` is where it is from."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        problem = "an IterableDataset" if isinstance(dataset, IterableDataset) else "which has no length"
+        raise DatasetError(
+            f"{what} has a {type(dataset).__name__}, {problem}: an elastic job needs a data set with __len__ "
+            "and __getitem__, so that any number of replicas can share it"
+        )
+    return len(dataset)
+
+
+def refuse(where: str, settings: Mapping[str, Any], ways: Mapping[str, str]) -> None:
+    """Raise an error for the first setting that is used, with the way in which the program does without it.
+
+    A setting is not used if its value is missing, None, False or 0.
     """
-    if interval < 1:
-        raise ValueError(f"interval is {interval}: it must be at least 1")
-    if not 0 <= before <= after < math.inf:
-        raise ValueError(f"progress went from {before} to {after}: it starts at 0 and only rises")
-    # Integers, because a quotient of floats may be rounded up to the next multiple.
-    first, last = int(before) // interval + 1, int(after) // interval
-    return range(first * interval, last * interval + 1, interval)
+    for name, way in ways.items():
+        if value := settings.get(name):
+            raise WorkerError(f"{name}={value!r} is not supported {where}: {way}")
 
 
-_OPTIONS = {
-    "num_workers": 0,
-    "pin_memory": False,
-    "timeout": 0,
-    "worker_init_fn": None,
-    "multiprocessing_context": None,
-    "prefetch_factor": None,
-    "persistent_workers": False,
-    "pin_memory_device": "",
-    "in_order": True,
-}
-"""Options of `DataLoader` that do not choose batches, with their defaults."""
+def by_optimizer(
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Iterable[Any], what: str
+) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Any]]:
+    """Return optimizers by name, and schedulers by the names of their optimizers.
 
-
-def options_of(loader: DataLoader[Any], *, evaluates: bool = False) -> dict[str, Any]:
-    """Return the options of a loader that do not choose its batches; for an evaluation, once.
-
-    The worker processes of an evaluation end with it.
+    For errors, `what` is where they are from.
     """
-    found = {name: getattr(loader, name, default) for name, default in _OPTIONS.items()}
-    options = {name: value for name, value in found.items() if value != _OPTIONS[name]}
-    if evaluates:
-        options.pop("persistent_workers", None)
-    return {"collate_fn": loader.collate_fn, **options}
+    names = {id(optimizer): f"optimizer_{number}" for number, optimizer in enumerate(optimizers)}
+    found: dict[str, Any] = {}
+    for scheduler in schedulers:
+        name = names.get(id(getattr(scheduler, "optimizer", None)), "")
+        if not name or name in found:
+            which = "a second scheduler of an optimizer" if name else "the scheduler of another optimizer"
+            raise WorkerError(
+                f"{what} {which} ({type(scheduler).__name__}): pass one scheduler for each optimizer; "
+                "SequentialLR and ChainedScheduler combine several"
+            )
+        found[name] = scheduler
+    return {names[id(optimizer)]: optimizer for optimizer in optimizers}, found
 
 
 def order_of(sampler: object, samples: int, what: str, way: str) -> dict[str, Any]:
@@ -112,25 +135,6 @@ def order_of(sampler: object, samples: int, what: str, way: str) -> dict[str, An
     )
 
 
-def _require_batch_size(loader: DataLoader[Any], what: str, way: str) -> int:
-    """Return the batch size of a loader of a data set with items by index.
-
-    For errors, `what` is where the loader is from, and `way` how the program gets batches of similar length.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        raise DatasetError(
-            f"{what} has a {type(loader.dataset).__name__}, an IterableDataset: an elastic job needs a data "
-            "set with __len__ and __getitem__, so that any number of replicas can share it"
-        )
-    if loader.batch_size is None:
-        raise DatasetError(
-            f"{what} has batch_sampler={type(loader.batch_sampler).__name__}(...) or batch_size=None, but "
-            f"the trainer chooses the batches: pass batch_size= and shuffle=, or use {way} for batches of "
-            "similar length"
-        )
-    return loader.batch_size
-
-
 def _shuffles_all(sampler: object, samples: int) -> bool:
     """Whether a sampler is that of `shuffle=True`: each sample of the data set once, in a random order."""
     return (
@@ -152,7 +156,7 @@ class ReplacedLoader:
         return getattr(self.loader, name)
 
 
-class ElasticLoader(ReplacedLoader):
+class TrainingLoader(ReplacedLoader):
     """Takes the place of a `DataLoader` for training, whose batches the trainer delivers.
 
     For errors, `what` is where the loader is from, and `way` how the program gives `{}=` in its place.
@@ -165,7 +169,8 @@ class ElasticLoader(ReplacedLoader):
         way: str,
         begin: Callable[[Any], Iterator[Any]],  # gets this object; iterates over the batches of an epoch
         *,
-        has_order: bool = False,  # whether the program gives it in another way
+        order: dict[str, Any] | None = None,  # arguments that the program gives in place of a sampler
+        batch_size: int | None = None,  # that steps are counted in; None: that of the loader
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise DatasetError(
@@ -173,34 +178,72 @@ class ElasticLoader(ReplacedLoader):
                 "replicas: pass a torch.utils.data.DataLoader"
             )
         super().__init__(loader)
+        self.samples = samples_of(loader.dataset, what)
+        batch_size = batch_size or loader.batch_size
+        if batch_size is None:
+            raise DatasetError(
+                f"{what} has batch_sampler={type(loader.batch_sampler).__name__}(...) or batch_size=None, "
+                f"but the trainer chooses the batches: pass batch_size= and shuffle=, or use "
+                f"{way.format('lengths')} for batches of similar length"
+            )
         self._begin = begin
-        self.batch_size = _require_batch_size(loader, what, way.format("lengths"))
-        self.samples = len(loader.dataset)  # type: ignore[arg-type]
-        sampler, way = loader.sampler, way.format("order")
-        self.order = {} if has_order else order_of(sampler, self.samples, what, way)
-        """Arguments for `ElasticTrainer.dataloader` that choose the order of samples."""
+        self.batch_size = batch_size
+        self.steps_per_epoch: float = self.samples / self.batch_size
+        """At the initial batch size; not always an integer."""
+        if order is None:
+            sampler = getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
+            order = order_of(sampler, self.samples, what, way.format("order"))
+        self.options = {**options_of(loader), **order}
+        """Arguments for `ElasticTrainer.dataloader`."""
 
     def __len__(self) -> int:
         """Return the steps at the initial batch size in an epoch, rounded up."""
-        return max(1, math.ceil(self.samples / self.batch_size))
+        return max(1, math.ceil(self.steps_per_epoch))
 
     def __iter__(self) -> Iterator[Any]:
         return self._begin(self)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the order of samples of each pass follows from the trainer's seed and its number."""
 
-class ReportedValues:
-    """The values that a framework logs, as far as a job may report them; adapters report the loss itself."""
+
+class ElasticRun:
+    """The training of a framework that has the loop: its epochs, what it logs, and its end."""
 
     def __init__(self, elastic: ElasticTrainer) -> None:
-        self._elastic = elastic
-        self._names = {"loss"}
+        self.elastic = elastic
+        self.batches: Any = None
+        """Of the epoch that the framework has begun and not left."""
+        self.has_requested_end = False
+        self._reported = {"loss"}  # which adapters report themselves
+
+    def deliver(self, loader: TrainingLoader, begin_batch: Callable[[], None]) -> Iterator[Any]:
+        """Yield the micro-batches of the rest of the present epoch."""
+        self.leave()
+        self.batches = batches = iter(self.elastic.dataloader(loader.dataset, **loader.options))
+        for batch in batches:
+            begin_batch()
+            yield batch
+
+    def leave(self) -> None:
+        """Leave the loop over the batches of an epoch. May be called again."""
+        batches, self.batches = self.batches, None
+        if batches is not None:
+            batches.close()
+
+    def request_end(self, reason: str) -> bool:
+        """Request that training ends on all replicas, once, and return whether it has."""
+        if not self.has_requested_end and not self.elastic.finished:
+            self.has_requested_end = True
+            self.elastic.finish(reason)
+        return self.elastic.finished
 
     def report(self, values: Mapping[str, Any]) -> None:
-        """Send the numbers to the metrics service."""
+        """Send logged numbers to the metrics service, as far as a job may report them."""
         for name, value in values.items():
             name = re.sub(r"\W", "_", name)
             number = value if isinstance(value, torch.Tensor) and value.numel() == 1 else as_number(value)
-            fits = name in self._names or (len(self._names) < MAX_METRICS and name.isidentifier())
+            fits = name in self._reported or (len(self._reported) < MAX_METRICS and name.isidentifier())
             if number is not None and name != "loss" and fits:
-                self._names.add(name)
-                self._elastic.log(**{name: number})
+                self._reported.add(name)
+                self.elastic.log(**{name: number})

@@ -14,86 +14,70 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState, is_initialized
 from accelerate.utils import (
     DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
     concatenate,
     recursively_apply,
     send_to_device,
 )
 
 from adascale_core.names import ENV_JOB_ID
-from adascale_frameworks.common import (
-    ElasticLoader,
-    TrainerOptions,
-    hide_launcher,
-    options_of,
-)
+from adascale_frameworks.common import TrainingLoader, by_optimizer, evaluate, hide_launcher, refuse
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.trainer import ElasticTrainer
 
+T = TypeVar("T")
+
 _EPOCHS = "for epoch in accelerator.epochs(num_epochs)"
 
-_SHARDED = "each replica of an elastic job has the whole model"
-_ARGUMENTS = (
-    "deepspeed_plugin",
-    "deepspeed_plugins",
-    "fsdp_plugin",
-    "megatron_lm_plugin",
-    "torch_tp_plugin",
-    "parallelism_config",
-)
-_VARIABLES = (
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
+_ONE_COPY = "each replica of an elastic job has the whole model"
+_REFUSED = {
+    "deepspeed_plugin": f"{_ONE_COPY}. Leave it out",
+    "deepspeed_plugins": f"{_ONE_COPY}. Leave it out",
+    "fsdp_plugin": f"{_ONE_COPY}. Leave it out",
+    "megatron_lm_plugin": f"{_ONE_COPY}. Leave it out",
+    "torch_tp_plugin": f"{_ONE_COPY}. Leave it out",
+    "parallelism_config": f"{_ONE_COPY}. Leave it out",
+    "mixed_precision": "use 'bf16' or 'fp16'",
+    "rng_types": "the trainer seeds each step itself, from seed=. Leave it out",
+    "comm_hook": "the trainer exchanges the gradients. Leave it out of DistributedDataParallelKwargs",
+}
+"""Arguments of `Accelerator` that are not supported, and what to do instead."""
+_REFUSED_VARIABLES = dict.fromkeys(
+    (
+        "ACCELERATE_USE_DEEPSPEED",
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_USE_MEGATRON_LM",
+        "ACCELERATE_USE_PARALLELISM_CONFIG",
+    ),
+    f"{_ONE_COPY}. Start the program without a configuration of `accelerate config` that uses it",
 )
 
 
 def refuse_unsupported(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Check the arguments of `Accelerator`, and what `accelerate config` sets in the environment."""
-    for name in _ARGUMENTS:
-        if arguments.get(name) is not None:
-            raise WorkerError(f"ElasticAccelerator got {name}, but {_SHARDED}: leave it out")
-    for name in _VARIABLES:
-        if environ.get(name, "").lower() in ("true", "1"):
-            raise WorkerError(
-                f"{name} is {environ[name]}, but {_SHARDED}: start the program without a configuration of "
-                "`accelerate config` that uses it"
-            )
     precision = arguments.get("mixed_precision") or environ.get("ACCELERATE_MIXED_PRECISION")
-    if str(precision) == "fp8":
-        raise WorkerError(
-            "ElasticAccelerator got mixed_precision='fp8', which is not supported: use 'bf16' or 'fp16'"
-        )
-    if arguments.get("rng_types") is not None:
-        raise WorkerError(
-            "ElasticAccelerator got rng_types, but the trainer seeds each step itself, from seed=: "
-            "leave it out"
-        )
+    settings = {**arguments, "mixed_precision": "fp8" if str(precision) == "fp8" else None}
     for handler in arguments.get("kwargs_handlers") or ():
-        if not isinstance(handler, DistributedDataParallelKwargs):
-            continue
-        hook = DDPCommunicationHookType(handler.comm_hook)
+        hook = DDPCommunicationHookType(getattr(handler, "comm_hook", "no"))
         if hook is not DDPCommunicationHookType.NO:
-            raise WorkerError(
-                f"DistributedDataParallelKwargs has comm_hook={hook.value!r}, but the trainer exchanges the "
-                "gradients: leave it out"
-            )
+            settings["comm_hook"] = hook.value
+    variables = {name: value for name, value in environ.items() if value.lower() in ("true", "1")}
+    refuse("by ElasticAccelerator", settings, _REFUSED)
+    refuse("by ElasticAccelerator", variables, _REFUSED_VARIABLES)
 
 
-class ElasticDataLoader(ElasticLoader):
+class ElasticDataLoader(TrainingLoader):
     """Iterates over the batches that the trainer delivers to this replica.
 
     With the model in training mode, these are the rest of the present epoch of `accelerator.epochs(n)`. In
@@ -111,9 +95,6 @@ class ElasticDataLoader(ElasticLoader):
     def __len__(self) -> int:
         """Return the number of batches of `batch_size` in the data set, at any number of replicas."""
         return len(self.loader)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the order of samples of each pass follows from the trainer's seed and its number."""
 
 
 class ElasticAccelerator(Accelerator):  # type: ignore[misc]
@@ -158,9 +139,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         seed: int = 0,
         **options: Any,
     ) -> None:
-        of_trainer: Any = {
-            name: options.pop(name) for name in TrainerOptions.__annotations__ if name in options
-        }
+        of_trainer = inspect.signature(ElasticTrainer).parameters
+        arguments = {name: options.pop(name) for name in [*options] if name in of_trainer}
         options = dict(inspect.signature(Accelerator).bind(*args, **options).arguments)
         refuse_unsupported(options, os.environ)
         if is_initialized():
@@ -173,7 +153,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             scale_invariant_steps=scale_invariant_steps,
             seed=seed,
             device="cpu" if options.get("cpu") else None,
-            **of_trainer,
+            **arguments,
         )
         hidden = hide_launcher(os.environ)
         try:
@@ -194,8 +174,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._evaluation: Evaluation | None = None
         self._tracker_arguments: tuple[Any, ...] | None = None
         self._is_alone = False
-        """Whether Accelerate runs as if alone."""
         self._follow_replicas()
+
+    _is_alone = True
+    """Whether Accelerate runs as if alone, as until it is made."""
 
     # -- the replicas -----------------------------------------------------------------------------------
 
@@ -229,8 +211,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     @property
     def state(self) -> Any:
         """Accelerate's state, with the present rank and number of replicas; 1 before `epochs`."""
-        if hasattr(self, "_is_alone"):
-            self._follow_replicas()
+        self._follow_replicas()
         return self._state
 
     @state.setter
@@ -251,9 +232,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         with self.trainer.download_lock(Path(tempfile.gettempdir()) / name):
             yield
 
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let one replica of this machine at a time enter, as `main_process_first`."""
-        return self.main_process_first()
+    local_main_process_first = main_process_first
 
     # -- preparation ------------------------------------------------------------------------------------
 
@@ -278,30 +257,26 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         """Place a model on the device, with mixed precision. `epochs` makes it data-parallel in place."""
-        if not evaluation_mode:
-            self._require_before_epochs("prepare() got a model")
         with self._alone():
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
-        if not evaluation_mode and not any(model is known for known in self._trained_models):
-            self._trained_models.append(model)
-        return model
+        return model if evaluation_mode else self._add(self._trained_models, model, "a model")
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
         """Return the program's own optimizer, which `epochs` makes elastic in place."""
         del device_placement
-        self._require_before_epochs("prepare() got an optimizer")
-        if not any(optimizer is known for known in self._optimizers):
-            self._optimizers.append(optimizer)
-        return optimizer
+        return self._add(self._optimizers, optimizer, "an optimizer")
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return the program's own scheduler, which follows progress in steps at `batch_size`."""
-        self._require_before_epochs("prepare() got a scheduler")
-        if not any(scheduler is known for known in self._schedulers):
-            self._schedulers.append(scheduler)
-        return scheduler
+        return self._add(self._schedulers, scheduler, "a scheduler")
+
+    def _add(self, prepared: list[Any], item: T, what: str) -> T:
+        self._require_before_epochs(f"prepare() got {what}")
+        if not any(item is known for known in prepared):
+            prepared.append(item)
+        return item
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and restore the state of more objects, with that of the job."""
@@ -355,26 +330,16 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._has_entered = True
         self._follow_replicas()
 
-    def _parts(self, models: list[torch.nn.Module]) -> tuple[Any, Any, Any]:
+    def _parts(self, models: list[torch.nn.Module]) -> tuple[Any, ...]:
         """Return models, optimizers and schedulers: each alone, or by name if there are several."""
-        optimizers, schedulers = self._optimizers, self._schedulers
-        if len(models) == len(optimizers) == 1 and len(schedulers) <= 1:
-            return models[0], optimizers[0], schedulers[0] if schedulers else None
-        names = {id(optimizer): f"optimizer_{number}" for number, optimizer in enumerate(optimizers)}
-        by_optimizer: dict[str, Any] = {}
-        for scheduler in schedulers:
-            name = names.get(id(getattr(scheduler, "optimizer", None)), "")
-            if not name or name in by_optimizer:
-                found = "a second scheduler of an optimizer" if name else "the scheduler of another optimizer"
-                raise WorkerError(
-                    f"accelerator.prepare() got {found} ({type(scheduler).__name__}): pass one scheduler for "
-                    "each optimizer that it gets; SequentialLR and ChainedScheduler combine several"
-                )
-            by_optimizer[name] = scheduler
+        what = "accelerator.prepare() got"
+        optimizers, schedulers = by_optimizer(self._optimizers, self._schedulers, what)
+        if len(models) == len(optimizers) == 1:
+            return models[0], *optimizers.values(), next(iter(schedulers.values()), None)
         return (
             {f"model_{number}": model for number, model in enumerate(models)},
-            {names[id(optimizer)]: optimizer for optimizer in optimizers},
-            by_optimizer or None,
+            optimizers,
+            schedulers or None,
         )
 
     def _observe_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -447,9 +412,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "batch size. Change the loader, or batchSize of the job file "
                 "(ElasticAccelerator(batch_size=...) without one)"
             )
-        batches = self.trainer.dataloader(loader.dataset, **loader.order, **options_of(loader.loader))
         try:
-            for batch in batches:
+            for batch in self.trainer.dataloader(loader.dataset, **loader.options):
                 self._follow_replicas()
                 self._trains, self._has_stepped = True, False
                 self.gradient_state.sync_gradients = self.trainer.completes_step
@@ -461,19 +425,13 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     def _evaluation_batches(self, loader: ElasticDataLoader) -> Iterator[Any]:
         self._enter()
-        if "order" in loader.order:
+        if "order" in loader.options:
             raise WorkerError(
                 "a prepared data loader with a WeightedRandomSampler cannot be used for evaluation, in which "
                 "each sample counts once: make the loader with shuffle=False"
             )
         outer = self._trains, self._has_stepped, self._evaluation
-        evaluation = self.trainer.evaluation(
-            loader.dataset,
-            batch_size=loader.batch_size,
-            model=self._trained_models[0],
-            gathers=True,
-            **options_of(loader.loader, evaluates=True),
-        )
+        evaluation = evaluate(self.trainer, loader.loader, self._trained_models[0], gathers=True)
         try:
             for batch in evaluation:
                 self._follow_replicas()
@@ -556,7 +514,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._evaluation is None:
             self._follow_replicas()
             return super().gather_for_metrics(input_data, use_gather_object)
-        if not use_gather_object and _has_only_tensors(input_data):
+        try:
+            recursively_apply(lambda each: each, input_data, error_on_other_type=True)
+        except TypeError:  # It has other values than tensors.
+            use_gather_object = True
+        if not use_gather_object:
             return self._gather_of(self._evaluation, input_data)
         values = self._evaluation.gather(input_data)
         return [each for value in values for each in value]
@@ -566,10 +528,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._evaluation is None:
             self._follow_replicas()
             return super().reduce(tensor, reduction, scale)
-        values = self._evaluation.gather(send_to_device(tensor, "cpu"))
-        stacked = [recursively_apply(lambda each: each[None], value) for value in values]
-        if not stacked:
-            return recursively_apply(torch.zeros_like, tensor)
         functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "sum": lambda each: each.sum(0),
             "mean": lambda each: each.mean(0),
@@ -577,7 +535,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         }
         if reduction not in functions:
             return tensor
-        return send_to_device(recursively_apply(functions[reduction], concatenate(stacked)), self.device)
+        stacked = self._gather_of(self._evaluation, recursively_apply(lambda each: each[None], tensor))
+        # Zeros for what was gathered before, from a replica that was lost after it.
+        return recursively_apply(lambda each: functions[reduction if len(each) else "sum"](each), stacked)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
@@ -651,16 +611,13 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 f"{self.trainer.steps} from its own state"
             )
             return
+        where = (
+            "inside the loop over accelerator.epochs()" if self._is_in_epochs else "by a job without state"
+        )
         raise WorkerError(
-            "accelerator.load_state() was called "
-            + (
-                "inside the loop over accelerator.epochs()"
-                if self._is_in_epochs
-                else "by a job without state"
-            )
-            + ": an elastic job resumes from its own checkpoints. To begin with weights of another run, load "
-            "them into the model before accelerator.prepare(), as with accelerate.load_checkpoint_in_model("
-            "model, folder)"
+            f"accelerator.load_state() was called {where}: an elastic job resumes from its own checkpoints. "
+            "To begin with weights of another run, load them into the model before accelerator.prepare(), as "
+            "with accelerate.load_checkpoint_in_model(model, folder)"
         )
 
     def unwrap_model(
@@ -735,11 +692,3 @@ class _SaveIteration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the number."""
         self._configuration.iteration = state["iteration"]
-
-
-def _has_only_tensors(data: Any) -> bool:
-    try:
-        recursively_apply(lambda each: each, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True

@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, seed_worker
 
 from adascale_core.names import ENV_AGENT_SOCKET
-from adascale_frameworks.common import ReportedValues, TrainerOptions, hide_launcher
-from adascale_frameworks.huggingface.data import DividedEvaluation, TrainingData
+from adascale_frameworks.common import (
+    TrainingLoader,
+    evaluate,
+    hide_launcher,
+    is_divisible,
+    refuse,
+    samples_of,
+)
 from adascale_frameworks.huggingface.run import TrainingRun
 from adascale_worker.batches.order import OrderFunction
 from adascale_worker.errors import DatasetError, WorkerError
@@ -31,6 +39,26 @@ _ONE_COPY = (
     "each replica has the whole model: leave it out; a model that does not fit on one device cannot be "
     "trained by a Trainer elastically yet"
 )
+_REFUSED = {
+    "deepspeed": _ONE_COPY,
+    "fsdp": _ONE_COPY,
+    "parallelism_config": _ONE_COPY,
+    "device_map over several devices": _ONE_COPY,
+    "fp16": "the scaler of accelerate is not a part of the state of training: use bf16=True",
+    "torch_compile": "compile the model before it is passed to the Trainer, model.compile(dynamic=True), "
+    "which compiles it once for all batch sizes",
+    "auto_find_batch_size": 'pass elastic(trainer, max_batch_size=..., local_bsz_bounds=(4, "auto")), with '
+    "which the local batch size is what fits into memory",
+    "enable_jit_checkpoint": "a job that is stopped saves a checkpoint by itself: leave it out",
+    "save_on_each_node": "one replica writes the files, and which one it is may change: set output_dir to a "
+    "folder that the replicas share",
+    "lr_scheduler_type": "it follows the losses of one replica: use reduce_lr_on_plateau, which follows the "
+    "evaluation, or a schedule in steps",
+}
+"""What is not supported, by name, and what to do instead."""
+
+_RESULT = "adascale_result"
+"""The name of the result of a prediction step in a batch for the framework's loop."""
 
 _NOT_REPORTED = re.compile(r"epoch|total_flos|.*(_runtime|_per_second|_model_preparation_time)")
 """Names of the framework's logs that are not sent to the metrics service."""
@@ -47,47 +75,47 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
 
     # -- training ---------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args_: Any, **kwargs: Any) -> Any:
         """Train, or go on with training where the other replicas or the job's last checkpoint are.
 
         The arguments and the result are those of `Trainer.train`.
         """
         require_supported(self)
         require_trainable(self._elastic_run, resume_from_checkpoint, trial)
-        with self._elastic_arguments():
-            output = super().train(None, None, *args, **kwargs)
-        return output._replace(training_loss=self._elastic_run.losses.total_mean)
-
-    @contextmanager
-    def _elastic_arguments(self) -> Iterator[None]:
-        """Let the loop of the framework make a step of each micro-batch."""
-        names = ("gradient_accumulation_steps", "eval_on_start")
-        before = {name: getattr(self.args, name) for name in names}
-        self.args.gradient_accumulation_steps = 1
+        args = self.args
+        before = args.gradient_accumulation_steps, args.eval_on_start
+        args.gradient_accumulation_steps = 1  # The loop makes a step of each micro-batch.
         try:
-            yield
+            output = super().train(None, None, *args_, **kwargs)
         finally:
-            for name, value in before.items():
-                setattr(self.args, name, value)
+            args.gradient_accumulation_steps, args.eval_on_start = before
+        return output._replace(training_loss=self._elastic_run.losses.mean("total"))
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> TrainingLoader:
         """Return the training data, which the replicas share out."""
-        run = self._elastic_run
-        run.data = TrainingData(
-            self.elastic,
-            super().get_train_dataloader(),
-            self._elastic_order,
-            self._elastic_batch_size,
-            pin_memory=self.args.device.type == "cuda",
-            begin_batch=run.begin_batch,
+        run, order = self._elastic_run, self._elastic_order
+        source: Any = super().get_train_dataloader()
+        given: dict[str, Any] | None = None if order is None else {"order": order}
+        sampler = getattr(source.batch_sampler, "sampler", None)
+        if order is None and isinstance(sampler, LengthGroupedSampler):
+            given = {"lengths": sampler.lengths}
+        run.data = data = TrainingLoader(
+            source,
+            "the training data",
+            "elastic(trainer, {}=...)",
+            run.iterate,
+            order=given,
+            batch_size=self._elastic_batch_size,
         )
-        if len(run.data.dataset) != len(self.train_dataset):
+        if getattr(source.worker_init_fn, "func", None) is seed_worker:
+            del data.options["worker_init_fn"]  # The trainer seeds the workers, by the position in the data.
+        if data.samples != len(self.train_dataset):
             raise WorkerError(
-                f"the training data has {len(run.data.dataset)} samples, but train_dataset has "
+                f"the training data has {data.samples} samples, but train_dataset has "
                 f"{len(self.train_dataset)}, from which the number of steps follows: pass the data that is "
                 "trained as train_dataset"
             )
-        return run.data
+        return data
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
         """Return the initial batch size, in which steps are counted."""
@@ -129,11 +157,7 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """Make the forward and the backward pass of a micro-batch."""
         del num_items_in_batch
-        self._elastic_trains = True
-        try:
-            loss: Tensor = super().training_step(model, inputs, self._elastic_items, *args, **kwargs)
-        finally:
-            self._elastic_trains = False
+        loss: Tensor = super().training_step(model, inputs, self._elastic_items, *args, **kwargs)
         # A subclass may compute its loss in another way.
         own = loss if self._elastic_loss is None else self._elastic_loss
         self._elastic_loss, weight = None, self._elastic_weight
@@ -144,13 +168,12 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         self.elastic.log(loss=own)
         return loss
 
-    _elastic_trains = False
     _elastic_loss: Tensor | None = None
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss, weighted by its items in training, so that the mean over a step is right."""
         result = super().compute_loss(model, inputs, *args, **kwargs)
-        if not self._elastic_trains:
+        if not model.training:
             return result
         loss, *rest = result if isinstance(result, tuple) else (result,)
         self._elastic_loss = loss.detach()
@@ -165,7 +188,7 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         run = self._elastic_run
         if run.is_inside_step:
             return
-        if self.elastic.finished and run.data is not None and not run.data.has_delivered:
+        if self.elastic.finished and not run.has_delivered:
             return  # Training was finished before this process began.
         control = self.control
         if control.should_log or control.should_evaluate or control.should_save:
@@ -179,79 +202,54 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         if run.is_entered:
             if "train_loss" in logs:
                 run.synchronize()
-                logs["train_loss"] = run.losses.total_mean
+                logs["train_loss"] = run.losses.mean("total")
             elif "loss" in logs:
-                logs["loss"] = run.losses.take_interval()
-            self._elastic_report(logs)
+                logs["loss"] = run.losses.mean("interval")
+                run.losses.sums["interval"] = {"loss": 0.0, "steps": 0.0}
+            run.report({name: value for name, value in logs.items() if not _NOT_REPORTED.fullmatch(name)})
         super().log(logs, *args, **kwargs)
 
-    def _elastic_report(self, logs: dict[str, Any]) -> None:
-        """Send numbers of a log to the metrics service."""
-        reported = self.__dict__.setdefault("_elastic_reported", ReportedValues(self.elastic))
-        reported.report({name: value for name, value in logs.items() if not _NOT_REPORTED.fullmatch(name)})
-
-    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, each batch on one replica."""
-        if not self._elastic_run.is_entered:
-            return super().evaluation_loop(dataloader, description, *args, **kwargs)
-        divided = DividedEvaluation.of(dataloader) if self.elastic.replicas > 1 else None
-        self.model.eval()
-        if divided is None:
-            return self._elastic_whole_evaluation(dataloader, description, *args, **kwargs)
-        return self._elastic_divided_evaluation(divided, description, *args, **kwargs)
-
-    def _elastic_whole_evaluation(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate all batches on each replica: there is one, or they cannot be divided."""
-        output = None
-        # An evaluation with one batch for each replica, in which it evaluates, so that its time counts as
-        # that of an evaluation.
-        for _ in self.elastic.evaluation(range(self.elastic.replicas), batch_size=1, model=self.model):
-            output = super().evaluation_loop(*args, **kwargs)
-        return output
-
-    def _elastic_divided_evaluation(
+    def evaluation_loop(
         self,
-        divided: DividedEvaluation,
+        dataloader: Any,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
+        """Evaluate, each batch on one replica, and then run the framework's loop over the results."""
+        elastic, more = self.elastic, (prediction_loss_only, ignore_keys, metric_key_prefix)
+        if not self._elastic_run.is_entered:
+            return super().evaluation_loop(dataloader, description, *more)
+        self.model.eval()
+        if elastic.replicas == 1 or not is_divisible(dataloader, LengthGroupedSampler):
+            output = None
+            # An evaluation with one batch for each replica, in which it evaluates, so that its time counts as
+            # that of an evaluation.
+            for _ in elastic.evaluation(range(elastic.replicas), batch_size=1, model=self.model):
+                output = super().evaluation_loop(dataloader, description, *more)
+            return output
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        evaluation = self.elastic.evaluation(**divided.arguments, model=self.model)
-        preprocess = self.preprocess_logits_for_metrics
+        evaluation, preprocess = evaluate(elastic, dataloader, self.model), self.preprocess_logits_for_metrics
         for inputs in evaluation:
             loss, logits, labels = self.prediction_step(
                 self.model, inputs, loss_only, ignore_keys=ignore_keys
             )
             if logits is not None and preprocess is not None:
                 logits = preprocess(logits, labels)
-            evaluation.collect([(loss, logits, labels), self._elastic_read_inputs(inputs)])
-        divided.results = evaluation.outputs
-        self._elastic_recorded = divided
+            read = inputs if "inputs" in self.args.include_for_metrics else {}
+            evaluation.collect({_RESULT: (loss, logits, labels), **read})
         self.preprocess_logits_for_metrics = None
         try:
-            loader = self.accelerator.prepare_data_loader(divided.loader())
-            return super().evaluation_loop(loader, description, loss_only, ignore_keys, metric_key_prefix)
+            loader = self.accelerator.prepare_data_loader(results_loader(dataloader, evaluation.outputs))
+            return super().evaluation_loop(loader, description, *more)
         finally:
-            self._elastic_recorded = None
             self.preprocess_logits_for_metrics = preprocess
-
-    _elastic_recorded: DividedEvaluation | None = None
-
-    def _elastic_read_inputs(self, inputs: Any) -> dict[str, Any]:
-        """Return the inputs that the loop of the framework reads besides the results."""
-        if "inputs" not in self.args.include_for_metrics:
-            return {}
-        if self.args.batch_eval_metrics:
-            return dict(inputs)
-        name = getattr(self.model, "main_input_name", "input_ids")
-        return {name: inputs[name]}
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the prediction step of a batch, or return its result that a replica has made."""
-        if self._elastic_recorded is not None:
-            return self._elastic_recorded.of_batch(inputs, self.args.device)
+        if _RESULT in inputs:
+            return inputs.pop(_RESULT)
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -265,11 +263,9 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
             # Rank 0 was lost while it has written the best model. The next evaluation finds another one.
             state.best_metric = state.best_global_step = None
         elif state.best_global_step:
-            best = os.path.join(  # noqa: PTH118
-                self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            )
-            if os.path.isdir(best):  # noqa: PTH112
-                state.best_model_checkpoint = best
+            best = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            if best.is_dir():
+                state.best_model_checkpoint = str(best)
 
     def end(self) -> None:
         """Finish the trackers. The process group of the replicas ends with the process."""
@@ -284,13 +280,25 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         """Load the best model, from a folder that all replicas share."""
         folder = self.state.best_model_checkpoint
-        if not os.path.isdir(folder):  # noqa: PTH112
+        if not Path(folder).is_dir():
             raise WorkerError(
                 f"load_best_model_at_end: replica {self.elastic.rank} does not find {folder}, which another "
                 "replica has written: set output_dir to a folder that all replicas share, or leave out "
                 "load_best_model_at_end"
             )
         super()._load_best_model()
+
+
+def results_loader(source: DataLoader[Any], results: list[dict[str, Any]]) -> DataLoader[Any]:
+    """Return a loader of the results of a loader's batches, of the sizes of these batches."""
+    batches: Any = source.batch_sampler
+    size = batches.batch_size
+    return DataLoader(
+        range(samples_of(source.dataset, "the evaluation")),  # type: ignore[arg-type]
+        batch_size=size,
+        drop_last=batches.drop_last,
+        collate_fn=lambda samples: {"sample": torch.tensor(samples), **results[samples[0] // size]},
+    )
 
 
 class _MicroBatches:
@@ -310,61 +318,16 @@ class _MicroBatches:
 def require_supported(trainer: Any) -> None:
     """Check the arguments of a trainer."""
     args = trainer.args
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    refused = {
-        "deepspeed": (trainer.is_deepspeed_enabled, _ONE_COPY),
-        "fsdp": (trainer.is_fsdp_enabled, _ONE_COPY),
-        "parallelism_config": (parallelism is not None, _ONE_COPY),
-        "a device_map over several devices": (trainer.is_model_parallel, _ONE_COPY),
-        "fp16": (
-            args.fp16,
-            "the scaler of accelerate is not a part of the state of training: use bf16=True",
-        ),
-        "torch_compile": (
-            args.torch_compile,
-            "compile the model before it is passed to the Trainer, model.compile(dynamic=True), which "
-            "compiles it once for all batch sizes",
-        ),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            'pass elastic(trainer, max_batch_size=..., local_bsz_bounds=(4, "auto")), with which the local '
-            "batch size is what fits into memory",
-        ),
-        "enable_jit_checkpoint": (
-            getattr(args, "enable_jit_checkpoint", False),
-            "a job that is stopped saves a checkpoint by itself: leave it out",
-        ),
-        "save_on_each_node": (
-            args.save_on_each_node,
-            "one replica writes the files, and which one it is may change: set output_dir to a folder that "
-            "the replicas share",
-        ),
-        f"lr_scheduler_type={str(args.lr_scheduler_type)!r}": (
-            "greedy" in str(args.lr_scheduler_type).lower(),
-            "it follows the losses of one replica: use reduce_lr_on_plateau, which follows the evaluation, "
-            "or a schedule in steps",
-        ),
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    settings = {
+        **vars(args),
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "fsdp": trainer.is_fsdp_enabled,
+        "parallelism_config": trainer.accelerator.parallelism_config,
+        "device_map over several devices": trainer.is_model_parallel,
+        "lr_scheduler_type": schedule if "greedy" in schedule.lower() else None,
     }
-    for name, (is_used, remedy) in refused.items():
-        if is_used:
-            raise WorkerError(f"elastic() does not support {name} of TrainingArguments: {remedy}")
-
-
-def require_train_dataset(trainer: Any) -> int:
-    """Return the number of samples of the training data."""
-    dataset = trainer.train_dataset
-    if dataset is None:
-        raise DatasetError(
-            "elastic() got a Trainer without train_dataset, from which the number of steps follows: pass "
-            "train_dataset to the Trainer"
-        )
-    try:
-        return len(dataset)
-    except TypeError:
-        raise DatasetError(
-            f"the train_dataset (type {type(dataset).__name__}) has no length: an elastic Trainer needs a "
-            "data set with __len__ and __getitem__, so that any number of replicas can share it"
-        ) from None
+    refuse("in TrainingArguments with elastic()", settings, _REFUSED)
 
 
 def require_trainable(run: TrainingRun, resume_from_checkpoint: Any, trial: Any) -> None:
@@ -394,7 +357,7 @@ def elastic(
     batch_size: int | None = None,
     order: OrderFunction | None = None,
     hyperparameters: Choice = "checkpoint",
-    **options: Unpack[TrainerOptions],
+    **options: Any,
 ) -> T:
     """Make a `Trainer` of Hugging Face elastic, and return it.
 
@@ -433,27 +396,29 @@ def elastic(
     if isinstance(trainer, ElasticMixin):
         raise WorkerError("elastic() got a Trainer that is elastic already: call it once")
     require_supported(trainer)
-    samples = require_train_dataset(trainer)
-    made, batch_size = _make_elastic_trainer(trainer, samples, batch_size, options)
+    if trainer.train_dataset is None:
+        raise DatasetError(
+            "elastic() got a Trainer without train_dataset, from which the number of steps follows: pass "
+            "train_dataset to the Trainer"
+        )
+    made, batch_size = _make_elastic_trainer(trainer, batch_size, options)
     _run_as_one_process(trainer)
     run = TrainingRun(trainer, made, hyperparameters)
     own = type(trainer)
     trainer.__class__ = type(f"Elastic{own.__name__}", (ElasticMixin, own), {"__module__": own.__module__})
-    values: dict[str, Any] = {
-        "elastic": made,
-        "_elastic_run": run,
-        "_elastic_order": order,
-        "_elastic_batch_size": batch_size,
-        "callback_handler": run,
-    }
-    for name, value in values.items():
-        setattr(trainer, name, value)
+    vars(trainer).update(
+        elastic=made,
+        _elastic_run=run,
+        _elastic_order=order,
+        _elastic_batch_size=batch_size,
+        callback_handler=run,
+    )
     run.follow_rank()
     return trainer
 
 
 def _make_elastic_trainer(
-    trainer: Trainer, samples: int, batch_size: int | None, options: TrainerOptions
+    trainer: Trainer, batch_size: int | None, options: dict[str, Any]
 ) -> tuple[ElasticTrainer, int]:
     """Return the elastic trainer of a framework's trainer, and the initial batch size."""
     args = trainer.args
@@ -461,6 +426,7 @@ def _make_elastic_trainer(
     job = environment.read_job_settings(os.environ)
     argument = own if batch_size is None else batch_size
     used = job.batch_size or argument
+    samples = samples_of(trainer.train_dataset, "the train_dataset of the Trainer")
     steps = args.max_steps if args.max_steps > 0 else max(1, int(args.num_train_epochs * samples / used))
     if ENV_AGENT_SOCKET in os.environ and torch.distributed.is_initialized():
         # `TrainingArguments` has initialized a group of this process alone, for a launcher in between.

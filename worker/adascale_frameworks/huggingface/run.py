@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -18,8 +20,7 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from adascale_frameworks.common import crossed
-from adascale_frameworks.huggingface.data import TrainingData
+from adascale_frameworks.common import ElasticRun, TrainingLoader
 from adascale_worker.errors import WorkerError
 from adascale_worker.program.hyperparameters import Choice
 from adascale_worker.trainer import ElasticTrainer
@@ -41,8 +42,8 @@ class LossSums:
         """The sum of the losses of the steps that are not exchanged yet, the part of this replica."""
         self._parts = 0.0
         """The sum of the parts of these steps that this replica has made."""
-        self._sums = {name: {"loss": 0.0, "steps": 0.0} for name in ("interval", "total")}
-        """Since the last log, and since the beginning: what all replicas have taken."""
+        self.sums = {name: {"loss": 0.0, "steps": 0.0} for name in ("interval", "total")}
+        """Since the last log, and since the beginning: of all replicas."""
 
     def begin_step(self) -> None:
         """Delete the losses of a step that was not completed."""
@@ -62,45 +63,27 @@ class LossSums:
         if weight:
             loss = torch.as_tensor(self._micro_batches) / weight
             if only_finite:
-                loss = torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))
+                loss = torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
             self._steps = loss + self._steps
             self._parts += self._weight / weight
         self.begin_step()
 
-    def take(self) -> dict[str, float]:
-        """Return what this replica has added since the last call. Waits for the device."""
-        taken = {"loss": float(self._steps), "steps": self._parts}
+    def exchange(self, elastic: ElasticTrainer, **others: float) -> dict[str, float]:
+        """Add what all replicas have added since the last call, and return the sums of other numbers.
+
+        Waits for the device.
+        """
+        found = elastic.sum_over_replicas(loss=float(self._steps), steps=self._parts, **others)
         self._steps, self._parts = 0.0, 0.0
-        return taken
+        for sums in self.sums.values():
+            for name in sums:
+                sums[name] += found[name]
+        return found
 
-    def add_sums(self, loss: float, steps: float) -> None:
-        """Add the sums over the replicas of what each has taken."""
-        for sums in self._sums.values():
-            sums["loss"] += loss
-            sums["steps"] += steps
-
-    def take_interval(self) -> float:
-        """Return the mean loss of the steps since the last call."""
-        mean = self._mean("interval")
-        self._sums["interval"] = {"loss": 0.0, "steps": 0.0}
-        return mean
-
-    @property
-    def total_mean(self) -> float:
-        """The mean loss of all steps."""
-        return self._mean("total")
-
-    def _mean(self, name: str) -> float:
-        sums = self._sums[name]
+    def mean(self, since: str) -> float:
+        """Return the mean loss of the steps of the "interval" since the last log, or of the "total"."""
+        sums = self.sums[since]
         return sums["loss"] / sums["steps"] if sums["steps"] else 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what all replicas have taken."""
-        return {name: dict(sums) for name, sums in self._sums.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what all replicas have taken."""
-        self._sums = {name: dict(sums) for name, sums in state.items()}
 
 
 _OF_THIS_REPLICA = frozenset({"is_local_process_zero", "is_world_process_zero", "stateful_callbacks"})
@@ -112,9 +95,7 @@ def _has_state_dict(callback: object) -> bool:
 
 
 def _state_of(callback: Any) -> dict[str, Any]:
-    if _has_state_dict(callback):
-        return dict(callback.state_dict())
-    return dict(callback.state()["attributes"])
+    return dict(callback.state_dict() if _has_state_dict(callback) else callback.state()["attributes"])
 
 
 def _restore(callback: Any, state: dict[str, Any]) -> None:
@@ -125,7 +106,7 @@ def _restore(callback: Any, state: dict[str, Any]) -> None:
         setattr(callback, name, value)
 
 
-class TrainingRun(CallbackHandler):  # type: ignore[misc]
+class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
     """The progress of a training in the framework's terms, and its callbacks, which are called once per step.
 
     A step that is worth three at the initial batch size calls `on_step_end` three times, with a `global_step`
@@ -134,14 +115,16 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
 
     def __init__(self, trainer: Any, elastic: ElasticTrainer, hyperparameters: Choice) -> None:
         self.__dict__.update(vars(trainer.callback_handler))
+        super().__init__(elastic)
         self._trainer = trainer
-        self.elastic = elastic
         self._hyperparameters = hyperparameters
         self.losses = LossSums()
-        self.data: TrainingData | None = None  # None before `train`
+        self.data: TrainingLoader | None = None  # None before `train`
+        self._epochs: Iterator[int] | None = None
+        self.has_delivered = False
+        """Whether the present epoch, or the last one, has had a batch."""
         self.is_entered = False
         """Whether the replicas have exchanged the state of training."""
-        self._only_finite = True
         self.is_inside_step = False
         """Whether the last micro-batch has not completed its step."""
         self._progress = 0.0
@@ -168,7 +151,6 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
             hyperparameters=self._hyperparameters,
         )
         self.is_entered = True
-        self._only_finite = trainer.args.logging_nan_inf_filter
         if state.restored:
             trainer.args.eval_on_start = False
         self._progress = self.elastic.progress
@@ -185,7 +167,7 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
         return {
             "trainer": {name: value for name, value in trainer_state.items() if name not in _OF_THIS_REPLICA},
             "last_logged": self._trainer._globalstep_last_logged,
-            "losses": self.losses.state_dict(),
+            "losses": deepcopy(self.losses.sums),
             "callbacks": [[type(each).__name__, _state_of(each)] for each in self._stateful()],
         }
 
@@ -204,7 +186,7 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
             if name in known:
                 setattr(self._trainer.state, name, value)
         self._trainer._globalstep_last_logged = state["last_logged"]
-        self.losses.load_state_dict(state["losses"])
+        self.losses.sums = deepcopy(state["losses"])
         for callback, (_, callback_state) in zip(callbacks, state["callbacks"], strict=True):
             _restore(callback, callback_state)
 
@@ -213,8 +195,21 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
 
     # -- steps ------------------------------------------------------------------------------------------
 
-    def begin_batch(self) -> None:
-        """Prepare for the next micro-batch."""
+    def iterate(self, data: TrainingLoader) -> Iterator[Any]:
+        """Yield the micro-batches of an epoch, until the epoch of the trainer ends, or training."""
+        self.leave()
+        self.has_delivered = False
+        if self._begin_epoch():
+            yield from self.deliver(data, self._begin_batch)
+
+    def _begin_epoch(self) -> bool:
+        """End the epoch before, and return whether there is another one."""
+        if self._epochs is None:
+            self._epochs = self.elastic.epochs()
+        return next(self._epochs, None) is not None
+
+    def _begin_batch(self) -> None:
+        self.has_delivered = True
         self.follow_rank()
         if self.elastic.begins_step:
             self.losses.begin_step()
@@ -231,17 +226,10 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
         Inside an epoch the loop goes on until the replicas have agreed, after the next step. Between two
         epochs all replicas leave the loop at once.
         """
-        elastic, data = self.elastic, self.data
-        if data is None or elastic.finished or not control.should_training_stop:
+        if self.data is None or not control.should_training_stop:
             return
-        elastic.finish("a callback of the Trainer has set should_training_stop")
-        if data.is_open and not self.elastic.finished:
-            control.should_training_stop = False
-
-    def end(self) -> None:
-        """End the last epoch, which saves the end of training."""
-        if self.data is not None and self.elastic.finished:
-            self.data.begin_epoch()
+        has_ended = self.request_end("a callback of the Trainer has set should_training_stop")
+        control.should_training_stop = has_ended or self.batches is None
 
     # -- all replicas -----------------------------------------------------------------------------------
 
@@ -262,15 +250,13 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
     def synchronize(self) -> None:
         """Add up over the replicas what each has counted since the last call, on all of them alike."""
         trainer, state = self._trainer, self._trainer.state
-        sums = self.elastic.sum_over_replicas(
-            **self.losses.take(),
+        sums = self.losses.exchange(
+            self.elastic,
             tokens=float(state.num_input_tokens_seen - self._tokens),
             operations=float(trainer.current_flos),
         )
-        self._tokens += round(sums["tokens"])
-        state.num_input_tokens_seen = self._tokens
+        state.num_input_tokens_seen = self._tokens = self._tokens + round(sums["tokens"])
         trainer.current_flos = sums["operations"]
-        self.losses.add_sums(sums["loss"], sums["steps"])
 
     # -- callbacks ----------------------------------------------------------------------------------------
 
@@ -306,7 +292,8 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
                 return control
             case "on_train_end":
                 # The end of training is saved before.
-                self.end()
+                if self.elastic.finished:
+                    self._begin_epoch()
                 self.follow_rank()
         return super().call_event(event, args, state, control, **kwargs)
 
@@ -319,23 +306,21 @@ class TrainingRun(CallbackHandler):  # type: ignore[misc]
             self._set_counts(state)
             return self.on_substep_end(args, state, control, **kwargs)
         self.is_inside_step = False
-        self.losses.finish_step(self.elastic.step_weight, only_finite=self._only_finite)
+        self.losses.finish_step(self.elastic.step_weight, only_finite=args.logging_nan_inf_filter)
         before, self._progress = self._progress, self.elastic.progress
         self._set_counts(state)
-        completed = crossed(1, before, self._progress)
-        for step in range(completed.start, min(completed.stop, state.max_steps + 1)):
+        for step in range(math.floor(before) + 1, state.global_step + 1):
             state.global_step = step
             control = super().call_event("on_step_end", args, state, control, **kwargs)
         return control
 
     def _leave_epoch(self, control: TrainerControl) -> bool:
         """Leave an epoch, stop after the last one, and return whether this replica has trained in it."""
-        data, finished = self.data, self.elastic.finished
-        assert data is not None
-        data.leave()
+        finished = self.elastic.finished
+        self.leave()
         self.follow_rank()
-        if not data.has_delivered:
+        if not self.has_delivered:
             # This replica has joined at the end of an epoch. The loop takes that for the end of all data.
             control.should_training_stop = False
         control.should_training_stop = control.should_training_stop or finished
-        return data.has_delivered or not finished
+        return self.has_delivered or not finished

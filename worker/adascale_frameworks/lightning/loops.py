@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self
 
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+import torch
+from torch.utils.data import DataLoader
 
-from adascale_frameworks.common import ReplacedLoader, crossed
+from adascale_frameworks.common import ReplacedLoader
 from adascale_worker.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -93,45 +94,28 @@ class Counts:
         """The number of the next batch in the epoch, from 0."""
         return Count(self._in_epoch(self.after), self.before - self.epoch * self.epoch_length)
 
-    def batches(self, interval: float, *, is_last: bool) -> int:
-        """Return the batches of the epoch that are done; a multiple of `interval` if the step crossed one."""
-        if is_last:
-            return self.max_batches
-        done = self._in_epoch(self.after)
-        return _last_crossed(interval, self._in_epoch(self.before), done) or done
+    @property
+    def batches(self) -> int:
+        """The batches of the epoch that are done. Their remainder is 0 if the step has crossed a multiple."""
+        done = self.max_batches if self.ends_epoch else self._in_epoch(self.after)
+        return Count(done, max(0.0, self.before - self.epoch * self.epoch_length))
 
-    def total_batches(self, interval: float) -> int:
-        """Return the batches of all epochs; a multiple of `interval` if the step crossed one."""
-        return _last_crossed(interval, int(self.before), int(self.after)) or int(self.after)
-
-    def logged_steps(self, interval: int, after: float | None = None) -> int:
-        """Return the number of the step that is logged, from 0: that of a crossed multiple of `interval`.
-
-        `after` is the progress at the end of the step. None if that is the last step, which has ended.
-        """
-        before, end = (self.before, self.after) if after is None else (self.after, after)
-        return (_last_crossed(interval, int(before), int(end)) or int(end)) - 1
+    def logged_step(self, interval: int, before: float, after: float) -> int:
+        """Return the number of the step that is logged, from 0: that of a crossed multiple of `interval`."""
+        multiple = int(after) // interval * interval if interval else 0
+        return (multiple if multiple > before else int(after)) - 1
 
     def _in_epoch(self, progress: float) -> int:
         """Return the whole steps of the epoch, less than `max_batches`, which only the last step reaches."""
         return max(0, min(int(progress - self.epoch * self.epoch_length), self.max_batches - 1))
 
 
-def _last_crossed(interval: float, before: int, after: int) -> int:
-    if not 1 <= interval < float("inf") or after <= before:
-        return 0
-    multiples = crossed(int(interval), before, after)
-    return multiples[-1] if multiples else 0
-
-
 class EvaluationLoader(ReplacedLoader):
     """Delivers the replica's share of the batches of a data set, or all of them."""
 
-    def __init__(
-        self, loader: DataLoader[Any], share: Callable[[DataLoader[Any], int], Iterator[Any] | None]
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], strategy: ElasticStrategy) -> None:
         super().__init__(loader)
-        self._share = share  # returns None if each replica gets all batches
+        self._strategy = strategy
         self.limit = math.inf  # batches that are evaluated, at most
 
     def __len__(self) -> int:
@@ -140,19 +124,10 @@ class EvaluationLoader(ReplacedLoader):
     def __iter__(self) -> Iterator[Any]:
         # Not before the first batch is requested: Lightning makes iterators that it does not use.
         count = int(min(self.limit, len(self.loader)))
-        share = self._share(self.loader, count)
-        yield from islice(self.loader, count) if share is None else share
-
-
-def is_divisible(loader: object) -> TypeGuard[DataLoader[Any]]:
-    """Whether the batches of a loader are those of consecutive samples, which replicas can share."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_size is not None
-        and type(loader.sampler) is SequentialSampler
-        and not loader.drop_last
-    )
+        if self._strategy.divides_evaluation and count >= self._strategy.elastic_trainer.replicas:
+            yield from self._strategy.evaluate(self.loader, count)
+        else:
+            yield from islice(self.loader, count)
 
 
 class ElasticTrainingLoop(TrainingEpochLoop):
@@ -171,7 +146,7 @@ class ElasticTrainingLoop(TrainingEpochLoop):
         if (
             self.trainer.should_stop
             and self.trainer.fit_loop._can_stop_early
-            and not self._elastic_strategy.finish_early()
+            and not self._elastic_strategy.request_end()
         ):
             return self._is_training_done
         return super().done
@@ -204,9 +179,6 @@ class ElasticTrainingLoop(TrainingEpochLoop):
 
     def _should_accumulate(self) -> bool:
         return self._elastic_strategy.awaits_micro_batches
-
-    def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: the replicas agree in a step on what a signal requests."""
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         strategy, trainer = self._elastic_strategy, self.trainer
@@ -259,10 +231,33 @@ def make_elastic(loop: Any, kind: type, strategy: object) -> None:
     loop._elastic_strategy = strategy
 
 
-def logged_sums(results: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield what Lightning has added up for the values that were logged: a name, the metric, an attribute."""
+LoggedSum = tuple[str, Any, str]  # a name, the metric, and its attribute
+
+
+def logged_sums(results: Any) -> Iterator[LoggedSum]:
+    """Yield what Lightning adds up for the values that were logged."""
     for key, metric in results.items():
-        if metric.is_tensor and metric.meta.on_epoch:
+        if metric.is_tensor and metric.meta.on_epoch and is_sum(metric.meta):
             yield f"{key} value", metric, "value"
             if metric.meta.is_mean_reduction:
                 yield f"{key} weight", metric, "cumulated_batch_size"
+
+
+def is_sum(meta: Any) -> bool:
+    """Whether a logged value is a sum, or a mean, which is a quotient of two."""
+    return bool(meta.is_mean_reduction or meta.is_sum_reduction)
+
+
+def take_sums(logged: Iterable[LoggedSum]) -> dict[str, Any]:
+    """Return what Lightning has added up on this replica, and let it begin again."""
+    taken = {}
+    for name, metric, part in logged:
+        taken[name] = getattr(metric, part)
+        setattr(metric, part, torch.zeros_like(taken[name]))
+    return taken
+
+
+def put_sums(logged: Iterable[LoggedSum], *sums: Mapping[str, Any]) -> None:
+    """Add what was added up on all replicas, and what was taken before."""
+    for name, metric, part in logged:
+        setattr(metric, part, sum((each.get(name, 0) for each in sums), getattr(metric, part)))

@@ -7,65 +7,53 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from adascale_worker.errors import DatasetError, WorkerError
+from adascale_frameworks.common import refuse
+from adascale_frameworks.lightning.loops import is_sum
+from adascale_worker.errors import WorkerError
 
+_WHERE = "with an ElasticStrategy"
+_SUBSET = "pass a part of the data set, torch.utils.data.Subset(dataset, range(n))"
+_REFUSED = {
+    "devices": "a replica is one process with one device, and adascale starts the replicas. Leave devices "
+    "out",
+    "num_nodes": "a replica is one process, and adascale starts the replicas, on one machine or on a "
+    "cluster. Leave num_nodes out",
+    "accumulate_grad_batches": "the trainer accumulates gradients by itself: leave it out, and multiply the "
+    "batch_size of the train dataloader by it, because that is the batch size the learning rate was tuned "
+    "for",
+    "limit_train_batches": f"{_SUBSET}, or max_steps",
+    "overfit_batches": _SUBSET,
+    "reload_dataloaders_every_n_epochs": "a job trains on one data set: leave it out",
+    "sync_batchnorm": "BatchNorm normalizes by the batch of its replica; convert the module yourself with "
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm, on GPUs",
+}
+"""Arguments of a Trainer that are not supported, and what to do instead."""
+_UNSET = dict.fromkeys(("devices", "num_nodes", "accumulate_grad_batches", "limit_train_batches"), 1)
 _REFUSED_CALLBACKS = {
     "GradientAccumulationScheduler": "the trainer accumulates by itself, as max_batch_size allows",
     "LearningRateFinder": "find the learning rate in a program of its own, at the initial batch size",
     "StochasticWeightAveraging": "use the callback WeightAveraging, or average in a program of its own",
 }
-_SUBSET = "pass a part of the data set, torch.utils.data.Subset(dataset, range(n))"
 
 
-def require_supported(trainer: Any, module: Any, layer_sync: object, package: str) -> None:
-    """Check the settings of a Trainer before `fit`."""
-    settings = [
-        (
-            trainer.accumulate_grad_batches != 1,
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-            "the trainer accumulates gradients by itself: leave it out, and multiply the batch_size of the "
-            "train dataloader by it, because that is the batch size the learning rate was tuned for",
-        ),
-        (
-            trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run,
-            f"limit_train_batches={trainer.limit_train_batches}",
-            f"{_SUBSET}, or max_steps",
-        ),
-        (trainer.overfit_batches > 0, f"overfit_batches={trainer.overfit_batches}", _SUBSET),
-        (
-            trainer.reload_dataloaders_every_n_epochs != 0,
-            f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}",
-            "a job trains on one data set: leave it out",
-        ),
-        (
-            layer_sync is not None,
-            "sync_batchnorm=True",
-            "BatchNorm normalizes by the batch of its replica; convert the module yourself with "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm, on GPUs",
-        ),
-    ]
-    for is_refused, setting, way in settings:
-        if is_refused:
-            raise WorkerError(f"Trainer({setting}) is not supported with an ElasticStrategy: {way}")
-    callbacks = import_module(f"{package}.callbacks")
-    for callback in trainer.callbacks:
-        for name, way in _REFUSED_CALLBACKS.items():
-            if isinstance(callback, getattr(callbacks, name)):
-                raise WorkerError(f"the callback {name} is not supported with an ElasticStrategy: {way}")
+def require_supported(trainer: Any, strategy: Any) -> None:
+    """Check the settings of a Trainer, its callbacks and its module before `fit`."""
+    settings = {name: getattr(trainer, name, None) for name in _REFUSED}
+    settings["devices"] = len(strategy.parallel_devices) if strategy.is_on_cpu else 1
+    if trainer.fast_dev_run:
+        settings["limit_train_batches"] = 1
+    used: dict[str, Any] = {name: value for name, value in settings.items() if value != _UNSET.get(name)}
+    used["sync_batchnorm"] = strategy._layer_sync is not None
+    refuse(f"in a Trainer {_WHERE}", used, _REFUSED)
+    callbacks = import_module(f"{strategy.package}.callbacks")
+    for name, way in _REFUSED_CALLBACKS.items():
+        if any(isinstance(callback, getattr(callbacks, name)) for callback in trainer.callbacks):
+            raise WorkerError(f"the callback {name} is not supported {_WHERE}: {way}")
+    module = trainer.lightning_module
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise WorkerError(
             f"{type(module).__name__}.training_step takes dataloader_iter, by which it would read ahead of "
             "the step: take batch and batch_idx"
-        )
-
-
-def require_one_loader(number: int) -> None:
-    """Check how many train dataloaders there are."""
-    if number != 1:
-        raise DatasetError(
-            f"Trainer.fit got {number} train dataloaders, but an elastic job has one position in its data: "
-            "pass one dataloader of a data set that combines them, such as torch.utils.data.StackDataset or "
-            "ConcatDataset"
         )
 
 
@@ -84,12 +72,22 @@ def require_optimizers(optimizers: Sequence[Any], trainer: Any) -> None:
         )
 
 
-def split_schedulers(configs: Sequence[Any], module: Any) -> tuple[dict[int, Any], dict[str, Any]]:
-    """Return the schedulers that follow progress, by the id of their optimizers, and others, by a name."""
-    following: dict[int, Any] = {}
+def require_sums(results: Any) -> None:
+    """Check what was logged in an evaluation."""
+    for metric in results.values():
+        if metric.is_tensor and metric.meta.on_epoch and not is_sum(metric.meta):
+            raise WorkerError(
+                f"self.log({metric.meta.name!r}, reduce_fx={metric.meta.reduce_fx.__name__!r}) was called in "
+                "an evaluation, which is divided among the replicas: log a mean or a sum, or the values to a "
+                "torchmetrics.Metric"
+            )
+
+
+def split_schedulers(configs: Sequence[Any], module: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return the schedulers that follow progress, and others, by a name."""
+    following: list[Any] = []
     others: dict[str, Any] = {}
     for number, config in enumerate(configs):
-        kind = type(config.scheduler).__name__
         counts_steps = config.interval == "step" or not module.automatic_optimization
         if not counts_steps or (config.reduce_on_plateau and not module.automatic_optimization):
             others[f"scheduler_{number}"] = config.scheduler
@@ -97,16 +95,9 @@ def split_schedulers(configs: Sequence[Any], module: Any) -> tuple[dict[int, Any
         if config.frequency != 1 or config.reduce_on_plateau:
             what = "a ReduceLROnPlateau" if config.reduce_on_plateau else f"frequency={config.frequency}"
             raise WorkerError(
-                f'configure_optimizers returned the scheduler {kind} with interval="step" and {what}, which '
-                "counts optimizer steps, not steps at the initial batch size: use frequency=1 with a "
-                'schedule of that many steps, or interval="epoch"'
+                f"configure_optimizers returned the scheduler {type(config.scheduler).__name__} with "
+                f'interval="step" and {what}, which counts optimizer steps, not steps at the initial batch '
+                'size: use frequency=1 with a schedule of that many steps, or interval="epoch"'
             )
-        optimizer = id(config.scheduler.optimizer)
-        if optimizer in following:
-            raise WorkerError(
-                f'configure_optimizers returned two schedulers of one optimizer with interval="step", '
-                f"{type(following[optimizer]).__name__} and {kind}: combine them, in a SequentialLR or a "
-                "ChainedScheduler"
-            )
-        following[optimizer] = config.scheduler
+        following.append(config.scheduler)
     return following, others

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,26 +17,34 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from adascale_core.errors import requires_extra
-from adascale_frameworks.common import ElasticLoader, ReportedValues, crossed, options_of
+from adascale_frameworks.common import (
+    ElasticRun,
+    TrainingLoader,
+    by_optimizer,
+    evaluate,
+    is_divisible,
+)
 from adascale_frameworks.lightning.loops import (
     Count,
     Counts,
     ElasticEvaluationLoop,
     ElasticTrainingLoop,
     EvaluationLoader,
-    is_divisible,
     logged_sums,
     make_elastic,
+    plain,
+    put_sums,
+    take_sums,
 )
 from adascale_frameworks.lightning.refusals import (
-    require_one_loader,
     require_optimizers,
+    require_sums,
     require_supported,
     split_schedulers,
 )
 from adascale_frameworks.lightning.states import LightningStates
 from adascale_worker.batches.order import Lengths, OrderFunction
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.trainer import ElasticTrainer, ReentryState
 
 if TYPE_CHECKING:
@@ -79,28 +87,14 @@ class TrainingStep(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = (module,)  # not a submodule, whose names would have a prefix
         super().__init__()
+        self.training_step: Any = module.training_step
         for name in _OF_MODULE:
             setattr(self, name, getattr(module, name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `training_step` returns."""
-        return self._module[0].training_step(*args, **kwargs)  # type: ignore[operator]
-
-    @property
-    def training(self) -> bool:
-        """Whether the program's module is in training mode."""
-        return self._module[0].training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        """Do nothing: `train` sets it."""
-
-    def train(self, mode: bool = True) -> TrainingStep:
-        """Set the mode of the program's module."""
-        self._module[0].train(mode)
-        return self
+        return self.training_step(*args, **kwargs)
 
 
 class ElasticStrategy(Strategy):
@@ -152,30 +146,27 @@ class ElasticStrategy(Strategy):
         **options: Any,
     ) -> None:
         super().__init__()
-        self._package = import_package(package).__name__
+        self.package = import_package(package).__name__
         bounds = {"max_batch_size": max_batch_size, "local_bsz_bounds": local_bsz_bounds}
         self._batch_size = batch_size
         self._options: dict[str, Any] = {**bounds, "checkpoint_dir": checkpoint_dir, **options}
         given = {"order": order, "lengths": lengths}
         self._data_options = {name: value for name, value in given.items() if value is not None}
-        environments = import_module(f"{self._package}.plugins.environments")
+        environments = import_module(f"{self.package}.plugins.environments")
         self.cluster_environment = environments.LightningEnvironment()
+        self._rank_zero_only = import_module(f"{self.package}.utilities.rank_zero").rank_zero_only
         self._layer_sync: object = None
         self._trainer: Any = None
-        self._elastic: ElasticTrainer | None = None
-        self._loader: ElasticLoader
-        self._train_loaders = 0
-        self._step_module: TrainingStep | None = None
+        self._elastic: ElasticTrainer | None = None  # None before `fit`
+        self._run: ElasticRun
+        self._loaders: list[TrainingLoader] = []
         self._counts = Counts(1.0, 1)
-        self._batches: Any = None
         self._epoch_to_end: int | None = None
         self._steps_at_batch = 0
         self._has_written = False
         self._has_begun = False
+        """Whether `fit` has had its first batch."""
         self._is_in_step = False
-        self._is_training = False
-        """Whether `fit` has had its first batch, and not ended."""
-        self._finishes = False
 
     # -- what Lightning asks ------------------------------------------------------------------------------
 
@@ -192,9 +183,11 @@ class ElasticStrategy(Strategy):
         return 0 if self._elastic is None else self._elastic.rank
 
     local_rank = node_rank = 0
-    world_size = 1
+    world_size = num_processes = 1
     """Lightning counts as in one process: steps at the initial batch size."""
-    num_processes = 1
+    parallel_devices: Sequence[torch.device] = ()
+    num_nodes = 1
+    """Of `Trainer(devices=, num_nodes=)`, which sets these."""
     is_distributed = True
     """So `self.log(..., sync_dist=True)` has an effect."""
     handles_gradient_accumulation = True
@@ -210,10 +203,11 @@ class ElasticStrategy(Strategy):
         """The device of the model."""
         if self._elastic is not None:
             return self._elastic.device
-        return torch.device("cpu" if self._is_on_cpu or not torch.cuda.is_available() else "cuda")
+        return torch.device("cpu" if self.is_on_cpu or not torch.cuda.is_available() else "cuda")
 
     @property
-    def _is_on_cpu(self) -> bool:
+    def is_on_cpu(self) -> bool:
+        """Whether the Trainer trains on the CPU."""
         return type(self.accelerator).__name__ == "CPUAccelerator"
 
     @property
@@ -238,27 +232,30 @@ class ElasticStrategy(Strategy):
         if trainer.state.fn != _FITTING:
             super().setup(trainer)
             return
-        module = trainer.lightning_module
         if self._elastic is not None:
             raise WorkerError(
                 "Trainer.fit was called twice with one ElasticStrategy: an elastic job trains once. Train "
                 "the second module in a program of its own"
             )
-        require_supported(trainer, module, self._layer_sync, self._package)
+        require_supported(trainer, self)
         trainer.fit_loop.setup_data()
-        require_one_loader(self._train_loaders)
-        self._elastic = self._make_elastic_trainer(trainer, self._loader)
-        self._reported = ReportedValues(self._elastic)
+        if len(self._loaders) != 1:
+            raise DatasetError(
+                f"Trainer.fit got {len(self._loaders)} train dataloaders, but an elastic job has one "
+                "position in its data: pass one dataloader of a data set that combines them, such as "
+                "torch.utils.data.StackDataset or ConcatDataset"
+            )
+        self._elastic = elastic = self._make_elastic_trainer(trainer, self._loaders[0])
+        self._run = ElasticRun(elastic)
         trainer.accelerator.setup_device(self.root_device)
         make_elastic(trainer.fit_loop.epoch_loop, ElasticTrainingLoop, self)
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             make_elastic(loop, ElasticEvaluationLoop, self)
         super().setup(trainer)
         require_optimizers(self.optimizers, trainer)
-        state = self._enter(trainer, self._elastic, module)
-        self._follow(trainer, self._elastic, state)
+        self._follow(trainer, elastic, self._enter(trainer, elastic))
 
-    def _make_elastic_trainer(self, trainer: Any, loader: ElasticLoader) -> ElasticTrainer:
+    def _make_elastic_trainer(self, trainer: Any, loader: TrainingLoader) -> ElasticTrainer:
         fit = trainer.fit_loop
         batch_size = self._batch_size or loader.batch_size
         steps = None if fit.max_steps == -1 else fit.max_steps
@@ -273,38 +270,34 @@ class ElasticStrategy(Strategy):
             batch_size,
             scale_invariant_steps=steps,
             epochs=epochs,
-            device="cpu" if self._is_on_cpu else None,
+            device="cpu" if self.is_on_cpu else None,
             **self._options,
         )
 
-    def _enter(self, trainer: Any, elastic: ElasticTrainer, module: Any) -> ReentryState:
+    def _enter(self, trainer: Any, elastic: ElasticTrainer) -> ReentryState:
         """Make the module data-parallel, and restore the state of training."""
-        schedulers, others = split_schedulers(self.lr_scheduler_configs, module)
+        module = trainer.lightning_module
+        following, others = split_schedulers(self.lr_scheduler_configs, module)
         self._states = LightningStates(trainer)
         register: dict[str, Any] = {"lightning": self._states, **others}
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             register["scaler"] = scaler
+        optimizers, schedulers = by_optimizer(self.optimizers, following, "configure_optimizers returned")
+        parts: tuple[Any, Any, Any] = {"module": module}, optimizers, schedulers
+        # With manual optimization, `training_step` calls the backward passes and steps itself.
+        self._training_step = module.training_step
         if module.automatic_optimization:
-            self._step_module = step_module = TrainingStep(module)
-            scheduler = next(iter(schedulers.values()), None)
-            state = elastic.program_reentry(step_module, self.optimizers[0], scheduler, register=register)
-        else:
-            # `training_step` calls the backward passes and steps itself, of one or several optimizers.
-            names = {id(optimizer): f"optimizer_{n}" for n, optimizer in enumerate(self.optimizers)}
-            state = elastic.program_reentry(
-                {"module": module},
-                {names[id(each)]: each for each in self.optimizers},
-                {names[optimizer]: scheduler for optimizer, scheduler in schedulers.items()},
-                register=register,
-            )
+            self._training_step = step_module = TrainingStep(module)
+            parts = step_module, self.optimizers[0], next(iter(schedulers.values()), None)
+        state = elastic.program_reentry(*parts, register=register)
         self.optimizers = self.optimizers  # Lightning's wrappers copy the methods, which were replaced
         return state
 
     def _follow(self, trainer: Any, elastic: ElasticTrainer, state: ReentryState) -> None:
         """Set Lightning's limits and counters, after the state was restored."""
         fit = trainer.fit_loop
-        length = self._loader.samples / elastic.batch_size
+        length = self._loaders[0].samples / elastic.batch_size
         self._counts = Counts(length, int(fit.max_batches), state.epoch, state.progress, state.progress)
         if elastic.scale_invariant_steps is not None:
             fit.epoch_loop.max_steps, fit.max_epochs = elastic.scale_invariant_steps, -1
@@ -318,8 +311,7 @@ class ElasticStrategy(Strategy):
                 callback.file_exists = partial(_exists_on_rank_0, callback.file_exists)
 
     def _set_rank(self) -> None:
-        rank_zero = import_module(f"{self._package}.utilities.rank_zero")
-        rank_zero.rank_zero_only.rank = self.global_rank
+        self._rank_zero_only.rank = self.global_rank
         if self.is_global_zero and not self._has_written:
             self._states.begin_writing()
         self._has_written = self.is_global_zero
@@ -330,39 +322,34 @@ class ElasticStrategy(Strategy):
         """Replace a loader, for training or for evaluation."""
         trainer = self._trainer
         if trainer.state.fn == _FITTING and trainer.training and not trainer.sanity_checking:
-            self._train_loaders += 1
-            self._loader = ElasticLoader(
+            loader = TrainingLoader(
                 dataloader,
                 "the train dataloader of Trainer.fit",
                 "ElasticStrategy({}=...)",
                 self._deliver,
-                has_order=bool(self._data_options),
+                order=self._data_options or None,
             )
-            return self._loader
-        if is_divisible(dataloader):
-            return EvaluationLoader(dataloader, self._share)
+            self._loaders.append(loader)
+            return loader
+        if is_divisible(dataloader) and not dataloader.drop_last:
+            return EvaluationLoader(dataloader, self)
         return dataloader
 
-    def _deliver(self, loader: ElasticLoader) -> Iterator[Any]:
+    def _deliver(self, loader: TrainingLoader) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the present epoch."""
-        elastic, fit = self.elastic_trainer, self._trainer.fit_loop
         self.end_epoch()
         self._epoch_to_end = self._counts.epoch = self._trainer.current_epoch
-        order = {**self._data_options, **loader.order}
-        self._batches = iter(elastic.dataloader(loader.dataset, **order, **options_of(loader.loader)))
-        for batch in self._batches:
-            self._begin_batch(fit.epoch_loop)
-            yield batch
+        yield from self._run.deliver(loader, self._begin_batch)
 
-    def _begin_batch(self, loop: Any) -> None:
+    def _begin_batch(self) -> None:
         """Set Lightning's counters before a micro-batch."""
-        elastic, counts = self.elastic_trainer, self._counts
+        trainer, elastic, counts = self._trainer, self.elastic_trainer, self._counts
+        loop, interval = trainer.fit_loop.epoch_loop, trainer.log_every_n_steps
         if not self._has_begun:
+            self._has_begun = True
             self._states.begin()
-        interval = max(self._trainer.log_every_n_steps, 1)
-        if not self.awaits_micro_batches and crossed(interval, counts.before, counts.after):
-            self._reported.report(self._trainer.callback_metrics)
-        self._has_begun = self._is_training = True
+        if not self.awaits_micro_batches and Count(counts.after, counts.before) % max(interval, 1) == 0:
+            self._run.report(trainer.callback_metrics)
         self._steps_at_batch = elastic.steps
         counts.after = elastic.progress
         self._set_rank()
@@ -373,22 +360,21 @@ class ElasticStrategy(Strategy):
             loop._batches_that_stepped = int(counts.after) - 0.5
             return
         worth = elastic.adascale.scale if elastic.train_samples else elastic.adascale.gain()
-        expected = counts.after + worth
-        loop._batches_that_stepped = counts.logged_steps(self._trainer.log_every_n_steps, expected)
+        loop._batches_that_stepped = counts.logged_step(interval, counts.after, counts.after + worth)
 
     def _end_batch(self) -> None:
         """Set Lightning's counters after the micro-batch that has completed a step."""
-        elastic, counts, trainer = self.elastic_trainer, self._counts, self._trainer
         if self.awaits_micro_batches:
             return
+        trainer, counts = self._trainer, self._counts
         loop = trainer.fit_loop.epoch_loop
-        counts.before, counts.after = counts.after, elastic.progress
-        loop._batches_that_stepped = counts.logged_steps(trainer.log_every_n_steps)
-        is_last = counts.ends_epoch
-        interval = float("inf") if trainer.val_check_batch is None else trainer.val_check_batch
-        loop.batch_progress.current.ready = counts.batches(interval, is_last=is_last)
-        loop.batch_progress.total.ready = counts.total_batches(interval)
-        loop.batch_progress.is_last_batch = is_last
+        counts.before, counts.after = counts.after, self.elastic_trainer.progress
+        loop._batches_that_stepped = counts.logged_step(
+            trainer.log_every_n_steps, counts.before, counts.after
+        )
+        loop.batch_progress.current.ready = counts.batches
+        loop.batch_progress.total.ready = Count(counts.after, counts.before)
+        loop.batch_progress.is_last_batch = counts.ends_epoch
 
     @property
     def awaits_micro_batches(self) -> bool:
@@ -405,19 +391,18 @@ class ElasticStrategy(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run `training_step` of the module as the forward pass of a data-parallel model."""
-        step = self._step_module or self._trainer.lightning_module.training_step
-        if not self._automatic and self._is_training and len(args) > 1:
+        if not self._automatic and len(args) > 1:
             counts = self._counts
             steps = self._steps_at_batch - counts.epoch * counts.epoch_length
             args = (args[0], Count(args[1], steps=steps), *args[2:])
-        self._is_in_step = self._is_training
+        self._is_in_step = True
         try:
             with self.precision_plugin.train_step_context():
-                output = step(*args, **kwargs)
+                output = self._training_step(*args, **kwargs)
         finally:
             self._is_in_step = False
         loss = output.get("loss") if isinstance(output, dict) else output
-        if isinstance(loss, Tensor) and self._is_training:
+        if isinstance(loss, Tensor):
             self.elastic_trainer.log(loss=loss.detach())
         if not self._automatic:
             self._end_batch()
@@ -426,8 +411,8 @@ class ElasticStrategy(Strategy):
     def on_validation_end(self) -> None:
         """Report the values of a validation."""
         super().on_validation_end()
-        if self._is_training:
-            self._reported.report(self._trainer.callback_metrics)
+        if self.divides_evaluation and self._trainer.state.fn == _FITTING:
+            self._run.report(self._trainer.callback_metrics)
 
     @property
     def _automatic(self) -> bool:
@@ -440,13 +425,11 @@ class ElasticStrategy(Strategy):
 
         Hooks before the step, and clipping, see the mean gradient of the step.
         """
-        if self._elastic is None or not self._has_begun:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
         with torch.enable_grad():
             result = closure()
         if result is None and self._automatic:
             return None  # training_step has returned None
-        if self._elastic.completes_step:
+        if self.elastic_trainer.completes_step:
             super().optimizer_step(optimizer, lambda: result, model, **kwargs)
         else:
             optimizer.step()
@@ -458,23 +441,22 @@ class ElasticStrategy(Strategy):
 
     def leave_epoch(self) -> None:
         """Request what follows the last batch: the end of the epoch, or of training."""
-        batches, self._batches = self._batches, None
-        if batches is None:
+        run, trainer = self._run, self._trainer
+        if run.batches is None:
             return
-        loop = self._trainer.fit_loop.epoch_loop
-        if loop.batch_progress.is_last_batch or self.elastic_trainer.finished or self._finishes:
-            next(batches, None)
-        batches.close()
-        trainer, elastic = self._trainer, self.elastic_trainer
+        elastic = run.elastic
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if is_last or elastic.finished or run.has_requested_end:
+            next(run.batches, None)
+        run.leave()
         # Perhaps another replica has requested the end, in the last step or before. First of the exchanges
         # here, since a replica that has just joined makes this one, and perhaps no other.
         requested = elastic.sum_over_replicas(stop=float(trainer.should_stop))["stop"]
         trainer.should_stop = bool(requested) or elastic.finished
-        self._add_up_epoch()
+        self._add_up_epoch(elastic)
 
-    def _add_up_epoch(self) -> None:
+    def _add_up_epoch(self, elastic: ElasticTrainer) -> None:
         """Replace what was logged in the epoch with sync_dist=True by the sums over all replicas."""
-        elastic = self.elastic_trainer
         logged = [each for each in logged_sums(self._trainer._results) if each[1].meta.sync.should]
         if elastic.replicas == 1 or not logged:
             return
@@ -482,11 +464,11 @@ class ElasticStrategy(Strategy):
         evaluation = elastic.evaluation(
             [0] * elastic.replicas, batch_size=1, model=torch.nn.Identity().eval()
         )
-        sums = {name: getattr(metric, part) for name, metric, part in logged}
+        sums = take_sums(logged)
         for _ in evaluation:
             evaluation.add(**sums)
             sums = {}
-        _set_sums(logged, evaluation.sums)
+        put_sums(logged, evaluation.sums)
 
     def end_epoch(self) -> None:
         """End the epoch whose loop has ended, after the program's hooks at its end."""
@@ -494,60 +476,33 @@ class ElasticStrategy(Strategy):
         if epoch is not None:
             self.elastic_trainer.step(epoch)
 
-    def finish_early(self) -> bool:
+    def request_end(self) -> bool:
         """Request that training ends, and return whether it has."""
-        elastic = self.elastic_trainer
-        if not self._finishes and not elastic.finished:
-            self._finishes = True
-            elastic.finish("stopped early")
-        return elastic.finished
+        return self._run.request_end("stopped early")
 
     def on_train_end(self) -> None:
         """Save the end of training."""
-        self._is_training = False
         self.end_epoch()
-        elastic = self.elastic_trainer
-        if not elastic.finished and self._trainer.should_stop:
-            self.finish_early()
+        if self._trainer.should_stop:
+            self.request_end()
         super().on_train_end()
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
-    def _share(self, loader: DataLoader[Any], batches: int) -> Iterator[Any] | None:
-        """Return the replica's part of the first batches; None if each replica gets all of them."""
-        is_divided = self.divides_evaluation and batches >= self.elastic_trainer.replicas
-        return self._evaluate(loader, batches) if is_divided else None
-
-    def _evaluate(self, loader: DataLoader[Any], batches: int) -> Iterator[Any]:
-        """Yield the replica's batches, and replace what the program logs by the sums over all replicas."""
-        assert loader.batch_size is not None
-        dataset: Any = loader.dataset
-        if batches < len(loader):
-            dataset = Subset(dataset, range(batches * loader.batch_size))
-        evaluation = self.elastic_trainer.evaluation(
-            dataset,
-            batch_size=loader.batch_size,
-            model=self._step_module or self.lightning_module,
-            **options_of(loader, evaluates=True),
-        )
+    def evaluate(self, loader: DataLoader[Any], count: int) -> Iterator[Any]:
+        """Yield the replica's share of the first batches, and replace what is logged by the sums over all."""
+        shortened: dict[str, Any] = {}
+        if count < len(loader):
+            size: int = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+            shortened["dataset"] = Subset(loader.dataset, range(count * size))
+        evaluation = evaluate(self.elastic_trainer, loader, self._trainer.lightning_module, **shortened)
         results = self._trainer._results
-        before = {name: getattr(metric, part) for name, metric, part in logged_sums(results)}
+        before = take_sums(logged_sums(results))
         for batch in evaluation:
             yield batch
-            for name, metric, part in logged_sums(results):
-                reduction = metric.meta.reduce_fx
-                if not (metric.meta.is_mean_reduction or metric.meta.is_sum_reduction):
-                    raise WorkerError(
-                        f"self.log({metric.meta.name!r}, reduce_fx={reduction.__name__!r}) was called in an "
-                        "evaluation, which is divided among the replicas: log a mean or a sum, or the values "
-                        "to a torchmetrics.Metric"
-                    )
-                value = getattr(metric, part)
-                if name in before:
-                    value = value - before.pop(name)
-                evaluation.add(**{name: value})
-                setattr(metric, part, torch.zeros_like(value))
-        _set_sums(logged_sums(results), evaluation.sums)
+            require_sums(results)
+            evaluation.add(**take_sums(logged_sums(results)))
+        put_sums(logged_sums(results), evaluation.sums, before)
 
     # -- communication ------------------------------------------------------------------------------------
 
@@ -605,36 +560,7 @@ class ElasticStrategy(Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a file of Lightning's on rank 0."""
-        checkpoint["global_step"] = int(checkpoint["global_step"])
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    # -- what the program may set in the Trainer ------------------------------------------------------------
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """The device of this replica."""
-        return []
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[Any]) -> None:
-        if len(devices) > 1 and self._is_on_cpu:
-            raise WorkerError(
-                f"Trainer(devices={len(devices)}) was passed with an ElasticStrategy: a replica is one "
-                "process with one device, and adascale starts the replicas. Leave devices out"
-            )
-
-    @property
-    def num_nodes(self) -> int:
-        """1: adascale knows the machines."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        if number > 1:
-            raise WorkerError(
-                f"Trainer(num_nodes={number}) was passed with an ElasticStrategy: a replica is one process, "
-                "and adascale starts the replicas, on one machine or on a cluster. Leave num_nodes out"
-            )
+        super().save_checkpoint(plain(checkpoint), filepath, storage_options)
 
 
 def _count(tracker: Any, number: int) -> None:
@@ -645,11 +571,3 @@ def _count(tracker: Any, number: int) -> None:
 def _exists_on_rank_0(original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
     """`ModelCheckpoint.file_exists` on rank 0 only: another replica may see the file that rank 0 wrote."""
     return bool(trainer.is_global_zero) and original(filepath, trainer)
-
-
-def _set_sums(logged: Iterable[tuple[str, Any, str]], sums: Mapping[str, int | float]) -> None:
-    """Replace what Lightning has added up on this replica."""
-    for name, metric, part in logged:
-        if name in sums:
-            present = getattr(metric, part)
-            setattr(metric, part, torch.as_tensor(sums[name], dtype=present.dtype, device=present.device))
