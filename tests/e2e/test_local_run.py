@@ -6,10 +6,11 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -331,6 +332,13 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
         assert "loss" in result
         assert "`adascale ui` shows it" in hint
         assert run.processes() == []
+    shown = adascale("goodput", "test", "-o", "json", "--state-dir", state)
+    seconds = json.loads(shown.stdout)["replica_seconds"]
+    assert min(seconds[cause] for cause in ("starting", "change", "repeated", "exchange")) > 0
+    # The same efficiency as that of the gain, which differs from report to report.
+    with closing(sqlite3.connect(StateDir(state).database)) as database:
+        (least, most), *_ = database.execute("SELECT min(gain / scale), max(gain / scale) FROM reports")
+    assert least < seconds["useful"] / (seconds["useful"] + seconds["efficiency_lost"]) < most
     again = adascale("run", job, "--state-dir", state)
     assert again.returncode == 0
     assert "test has already finished, at progress 12," in again.stdout
