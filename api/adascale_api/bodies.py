@@ -22,7 +22,7 @@ from adascale_core.batch.plans import AUTO, Auto
 from adascale_core.messages import Message
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.messages.registration import Registration
+from adascale_core.messages.registration import Heartbeat
 from adascale_core.messages.replica_seconds import Cause
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import (
@@ -189,11 +189,12 @@ AllocationBody = message_body(
     Allocation, {"generation": _integer(1), "replicas": ReplicasOrZero}, generation=3, replicas=4
 )
 RegistrationBody = message_body(
-    Registration,
+    Heartbeat,
     replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
     exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
     version="0.1.0", node="node-a", key="", stall="",
     accelerator="cpu", local_bsz_limit=None, snapshot_port=40124, pid=4711,
+    seconds={"starting": 3.5, "useful": 61.25},
 )  # fmt: skip
 GivenReplicasBody: Any = message_body(GivenReplicas)
 CountBody: Any = message_body(

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
 import pytest
 import urllib3
 
-from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.registration import Heartbeat, Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from support.fast_python import PYTHON, Program
 from support.launch import wait_until as wait_until
@@ -45,6 +45,12 @@ def a_registration(
         *(rank, f"agent-{rank}", replica_state, 0, "127.0.0.1", 40000 + rank), rank=place
     )
     return replace(registration, **changed)
+
+
+def a_heartbeat(
+    rank: int = 0, seconds: Mapping[str, float] = MappingProxyType({}), **changed: Any
+) -> Heartbeat:
+    return Heartbeat(**vars(a_registration(rank, **changed)), seconds=seconds)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.replica_seconds import Cause
-from api.client import Client, ServiceProcess, a_registration, wait_until
+from api.client import Client, ServiceProcess, a_heartbeat, a_registration, wait_until
 
 
 def seconds(client: Client, path: str) -> dict[str, float]:
@@ -26,16 +26,18 @@ def counter(client: Client) -> dict[str, float]:
 
 def test_each_agent_counts_once_also_after_the_end_and_a_crash(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
-        first = a_registration(0, seconds={"starting": 4.0})
+        first = a_heartbeat(0, seconds={"starting": 4.0})
         client.register("a", first)
-        client.register("a", a_registration(1, seconds={"starting": 3.0, "check": 0.5}))
+        client.register("a", a_heartbeat(1, seconds={"starting": 3.0, "check": 0.5}))
         # A heartbeat alone is stored within seconds.
-        client.register("a", a_registration(0, seconds={"starting": 4.0, "useful": 6.0}))
+        client.register("a", a_heartbeat(0, seconds={"starting": 4.0, "useful": 6.0}))
         wait_until(lambda: client.get("/jobs/a/goodput")["history"], "the stored heartbeat")
         ended = {"starting": 4.0, "useful": 8.0, "efficiency_lost": 2.0}
-        client.register("a", a_registration(0, ReplicaState.TERMINATED, exit_code=75, seconds=ended))
+        client.register(
+            "a", a_heartbeat(0, replica_state=ReplicaState.TERMINATED, exit_code=75, seconds=ended)
+        )
         # Another pod of the replica, whose agent has another name.
-        client.register("a", a_registration(0, instance="later.1", seconds={"starting": 1.0}))
+        client.register("a", a_heartbeat(0, instance="later.1", seconds={"starting": 1.0}))
         service.kill()
         service.start()
         expected = {"starting": 8.0, "check": 0.5, "useful": 8.0, "efficiency_lost": 2.0}
@@ -43,7 +45,7 @@ def test_each_agent_counts_once_also_after_the_end_and_a_crash(tmp_path: Path) -
         view = client.get("/jobs/a/goodput")
         assert view["useful_ratio"] == pytest.approx(8 / 18.5)
         assert view["history"][-1]["replica_seconds"]["starting"] >= 7.0
-        client.register("b", a_registration(0, seconds={"spare": 9.0}))
+        client.register("b", a_heartbeat(0, seconds={"spare": 9.0}))
         page = client.get("/goodput?limit=1")
         assert [job["job"] for job in page["jobs"]] == ["default.a"]
         assert [job["job"] for job in client.get(f"/goodput?after={page['next']}")["jobs"]] == ["default.b"]
@@ -70,5 +72,5 @@ def test_seconds_that_are_none_are_refused(client: Client, job: str, value: Any)
 
 def test_every_cause_is_accepted(client: Client, job: str) -> None:
     sent = {str(cause): float(number) for number, cause in enumerate(Cause, 1)}
-    client.register(job, a_registration(0, seconds=sent))
+    client.register(job, a_heartbeat(0, seconds=sent))
     assert seconds(client, f"/jobs/{job}/goodput") == sent

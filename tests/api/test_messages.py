@@ -22,7 +22,7 @@ from adascale_api.http.request_body import reports_body
 from adascale_core.messages import Message
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.messages.registration import Registration
+from adascale_core.messages.registration import Heartbeat
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitView
 from adascale_core.views.gain import GainView
@@ -36,7 +36,7 @@ from api.client import Client, a_registration, a_report
         (GainReportBody, GainReport),
         (JobSpecBody, JobSpec),
         (AllocationBody, Allocation),
-        (RegistrationBody, Registration),
+        (RegistrationBody, Heartbeat),
         (DecisionBody, DecisionView),
         (CountBody, CountView),
         (LimitBody, LimitView),

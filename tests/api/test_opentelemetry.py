@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from adascale_core.messages.registration import ReplicaState
-from api.client import TOKEN, Client, ServiceProcess, a_registration, wait_until
+from api.client import TOKEN, Client, ServiceProcess, a_heartbeat, a_registration, wait_until
 from support.launch import free_port
 
 
@@ -84,14 +84,12 @@ def test_generations_and_losses_are_spans_and_the_seconds_a_counter(
 ) -> None:
     with start(tmp_path, collector.server_port) as service, Client(service.port) as client:
         client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
-        client.register("a", a_registration(0, seconds={"starting": 2.0}))
+        client.register("a", a_heartbeat(0, seconds={"starting": 2.0}))
         running = a_registration(0, ReplicaState.RUNNING, generation=1, assigned=1, stepped=1, replicas=1)
         client.register("a", running)
         lost = a_registration(0, ReplicaState.LOST, generation=1, assigned=1, stepped=1, exit_code=-9)
         client.register("a", lost)
-        client.register(
-            "a", a_registration(0, instance="agent-0.2", seconds={"starting": 2.0, "useful": 5.0})
-        )
+        client.register("a", a_heartbeat(0, instance="agent-0.2", seconds={"starting": 2.0, "useful": 5.0}))
         wait_until(lambda: collector.named("generation"), "the span of the first generation")
         wait_until(lambda: collector.seconds.get("useful") == 5.0, "the seconds")
         client.put("/jobs/a/allocation", {"generation": 9, "replicas": 0})
@@ -111,6 +109,6 @@ def test_generations_and_losses_are_spans_and_the_seconds_a_counter(
 
 def test_without_a_collector_the_service_goes_on_and_stops_soon(tmp_path: Path) -> None:
     with start(tmp_path, free_port()) as service, Client(service.port) as client:
-        client.register("a", a_registration(0, seconds={"starting": 2.0}))
+        client.register("a", a_heartbeat(0, seconds={"starting": 2.0}))
         assert client.get("/jobs/a/goodput")["replica_seconds"]["starting"] == 2.0
         assert service.stop() == 0

@@ -41,7 +41,7 @@ class FakeClient:
         return self._answers.pop(0)() if self._answers else no_answer()
 
     def register(self, _job_id: str, registration: Registration) -> MemberView:
-        self.registrations.append(registration)
+        self.registrations.append(registration.registration)
         return self._registered()
 
 

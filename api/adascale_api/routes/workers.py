@@ -44,13 +44,13 @@ from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
 from adascale_core.messages.allocation import AllocationView, MemberView
-from adascale_core.messages.registration import Registration
+from adascale_core.messages.registration import Heartbeat
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
 from adascale_core.views.gain import StoredReports
 
 router = APIRouter(prefix="/jobs/{job}", tags=["workers"], responses=OF_A_JOB)
-registration_body = object_body(RegistrationBody, lambda body: Registration(**vars(body)))
+registration_body = object_body(RegistrationBody, lambda body: Heartbeat(**vars(body)))
 
 
 @router.post(
@@ -127,16 +127,16 @@ async def put_replica(
     service: ServiceOf,
     job: JobId,
     replica: Annotated[int, Path(ge=0, lt=MAX_REPLICAS, description="Index of the replica, from 0.")],
-    registration: Annotated[Registration, Depends(registration_body)],
+    heartbeat: Annotated[Heartbeat, Depends(registration_body)],
 ) -> Response:
     """Agents repeat it as a heartbeat, at the interval in the answer, which grows with the number of
     replicas. A replica whose heartbeat has expired is absent. Answers with the job's generations, and with
     the secret of its members."""
-    if registration.replica != replica:
-        got, expected = str(registration.replica), f"{replica}, the index in the path"
+    if heartbeat.replica != replica:
+        got, expected = str(heartbeat.replica), f"{replica}, the index in the path"
         raise InvalidInputError([FieldError(field="replica", got=got, expected=expected)])
-    stored = await service.register(job, registration)
-    view = stored.rendezvous.member_view(stored.version, registration.instance)
+    stored = await service.register(job, heartbeat)
+    view = stored.rendezvous.member_view(stored.version, heartbeat.instance)
     return answer(replace(view, heartbeat_interval=service.heartbeats.interval), shows_all=True)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from adascale_api.data.database import Database
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import replica_seconds
-from adascale_core.messages.registration import Registration
+from adascale_core.messages.registration import Heartbeat
 from adascale_core.messages.replica_seconds import ReplicaSeconds
 
 STORE_INTERVAL = 5.0
@@ -20,10 +20,10 @@ class ReceivedSeconds:
         self._clock = clock
         self._received: dict[tuple[str, str], ReplicaSeconds] = {}
 
-    def receive(self, job_id: str, registration: Registration) -> None:
+    def receive(self, job_id: str, heartbeat: Heartbeat) -> None:
         """Keep the seconds of an agent."""
-        if registration.seconds:
-            self._received[job_id, registration.agent] = registration.seconds
+        if heartbeat.seconds:
+            self._received[job_id, heartbeat.agent] = heartbeat.seconds
 
     async def store(self) -> None:
         """Store what was received."""

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +29,7 @@ from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.service.prometheus import Metrics
 from adascale_api.service.replica_seconds import STORE_INTERVAL, ReceivedSeconds
 from adascale_api.service.summaries import MAX_JOBS, Documents, summary_reader
-from adascale_core.messages.registration import Registration
+from adascale_core.messages.registration import Heartbeat
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous.rendezvous import VersionMismatchError
 from adascale_core.views.job_summary import JobSummary
@@ -161,19 +161,22 @@ class Service:
             await self.log.wait_until(has_changed, job_id, seconds, closed)
         return found
 
-    async def register(self, job_id: str, registration: Registration) -> StoredJob:
-        """Store the registration of a replica, which is also its heartbeat, and return the job."""
+    async def register(self, job_id: str, heartbeat: Heartbeat) -> StoredJob:
+        """Store the registration of a replica, if it has changed, and return the job."""
         # First, because the database may be unavailable.
-        self.heartbeats.receive(job_id, registration)
-        self.seconds.receive(job_id, registration)
+        self.heartbeats.receive(job_id, heartbeat)
+        self.seconds.receive(job_id, heartbeat)
+        registration = heartbeat.registration
         cached = self.database.cached(job_id)
-        if cached is not None:
-            before = cached.unchanging.get(registration.replica)
-            if before is not None and replace(before, seconds=registration.seconds) == registration:
-                return cached
+        if cached is not None and cached.unchanging.get(registration.replica) == registration:
+            return cached
         try:
             return await self.database.write(
-                jobs.register, job_id=job_id, registration=registration, now=self.clock()
+                jobs.register,
+                job_id=job_id,
+                registration=registration,
+                now=self.clock(),
+                seconds=heartbeat.seconds,
             )
         except VersionMismatchError as error:
             raise RefusedReplicaError(str(error), self.heartbeats.timeout) from error

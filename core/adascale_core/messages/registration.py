@@ -6,7 +6,7 @@ within what it can answer, and returns them in its answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -41,7 +41,7 @@ def agent_of(instance: str) -> str:
     return instance.rpartition(".")[0] or instance
 
 
-_SINCE_0_1_0 = ("snapshot_port", "pid", "seconds")
+_SINCE_0_1_0 = ("snapshot_port", "pid")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class Registration(Message):
         snapshot_port: port on which its agent sends the copies of the state in its memory to the agents of
             other replicas; 0 if there is none.
         pid: the process id of its trainer, in the namespace of its agent; 0 if no trainer runs.
-        seconds: the seconds since its agent was started, by `Cause`.
     """
 
     replica: int
@@ -101,11 +100,15 @@ class Registration(Message):
     local_bsz_limit: int | None = None
     snapshot_port: int = 0
     pid: int = 0
-    seconds: ReplicaSeconds = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object, without what version 0.1.0 refuses if it is 0."""
         return {name: value for name, value in super().to_json().items() if value or name not in _SINCE_0_1_0}
+
+    @property
+    def registration(self) -> Registration:
+        """The registration alone, of what has more."""
+        return Registration(**{each.name: getattr(self, each.name) for each in fields(Registration)})
 
     @property
     def agent(self) -> str:
@@ -124,6 +127,17 @@ class Registration(Message):
         return self.state is ReplicaState.RUNNING or (
             self.state is ReplicaState.HOLDING and self.step is not None
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat(Registration):
+    """A registration, which an agent repeats, with the time of its replica.
+
+    Args:
+        seconds: the seconds since the agent was started, by `Cause`.
+    """
+
+    seconds: ReplicaSeconds = field(default_factory=dict)
 
 
 HEARTBEATS_PER_SECOND = 400.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
@@ -26,11 +26,6 @@ class ReplicaView(Registration):
 
     seconds_since_heartbeat: float | None
     end: str = ""
-
-    @property
-    def registration(self) -> Registration:
-        """The registration alone."""
-        return Registration(**{field.name: getattr(self, field.name) for field in fields(Registration)})
 
     @classmethod
     def of(cls, registration: Registration, seconds_since_heartbeat: float | None) -> Self:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from adascale_client import Backoff, MetricsServiceClient, ServiceError, ServiceRefusedError
+from adascale_core.messages import registration as registrations
 from adascale_core.messages.allocation import AllocationView, MemberView
 from adascale_core.messages.registration import MAX_INTERVAL, Registration, change_wait
 from adascale_core.messages.replica_seconds import ReplicaSeconds
@@ -112,7 +113,8 @@ class Heartbeat:
     def _send(self, registration: Registration) -> MemberView:
         """Send a registration, without what version 0.1.0 of the service refuses if it does."""
         try:
-            return self._client.register(self._job_id, replace(registration, seconds=self._seconds()))
+            heartbeat = registrations.Heartbeat(**vars(registration), seconds=self._seconds())
+            return self._client.register(self._job_id, heartbeat)
         except ServiceRefusedError as error:
             if error.status != 422:
                 raise

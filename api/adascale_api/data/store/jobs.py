@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from adascale_api.data.job import StoredJob, reading, skip_unreadable
@@ -14,6 +15,7 @@ from adascale_core.job_id import namespace_of
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration
+from adascale_core.messages.replica_seconds import ReplicaSeconds
 from adascale_core.messages.reports import GainReport
 from adascale_core.rendezvous import rendezvous
 from adascale_core.rendezvous.rendezvous import Rendezvous
@@ -146,14 +148,19 @@ def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now:
     return apply(transaction, job, rendezvous.allocate, allocation=allocation)
 
 
-def register(transaction: Transaction, job_id: str, registration: Registration, now: float) -> StoredJob:
+def register(
+    transaction: Transaction,
+    job_id: str,
+    registration: Registration,
+    now: float,
+    seconds: ReplicaSeconds = MappingProxyType({}),
+) -> StoredJob:
     """Store a registration. Creates the job if it does not exist.
 
     The log is stored separately: a state with the logs of all replicas would be read and written with every
     registration.
     """
     job = lock_for_worker(transaction, job_id, registration, now)
-    seconds, registration = registration.seconds, replace(registration, seconds={})
     without_log = replace(registration, log=None)
     after = apply(transaction, job, rendezvous.register, registration=without_log)
     stored = after.rendezvous.replicas.get(registration.replica)
