@@ -126,9 +126,10 @@ _TYPES = {
 
 
 def descriptions(message: type[Message]) -> dict[str, str]:
-    """Return what the docstring of a message says of its fields; with `python -OO` nothing."""
+    """Return what the docstrings of a message say of its fields; with `python -OO` nothing."""
     texts: dict[str, str] = {}
-    for names, text in _ARGUMENTS.findall(inspect.cleandoc(message.__doc__ or "")):
+    documents = "\n".join(inspect.cleandoc(each.__doc__ or "") for each in reversed(message.__mro__))
+    for names, text in _ARGUMENTS.findall(documents):
         sentence = re.sub(r"\s+", " ", text).replace("None", "null")
         texts |= dict.fromkeys(names.split(", "), sentence[0].upper() + sentence[1:])
     return texts
