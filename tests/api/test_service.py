@@ -21,7 +21,7 @@ from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import ReplicaState, heartbeat_timeout
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous.rendezvous import Rendezvous, StaleAllocationError
-from api.client import a_registration, a_report
+from api.client import a_heartbeat, a_registration, a_report
 from support.clock import Clock
 
 
@@ -245,8 +245,8 @@ def with_monitor(url: str, scenario: Callable[[Service, Clock], Coroutine[Any, A
 
 
 async def register(service: Service, instance: str = "agent-0", **changed: Any) -> None:
-    registration = a_registration(0, ReplicaState.RUNNING, generation=1, instance=instance)
-    await service.register("a.b", replace(registration, **changed))
+    heartbeat = a_heartbeat(0, replica_state=ReplicaState.RUNNING, generation=1, instance=instance)
+    await service.register("a.b", replace(heartbeat, **changed))
 
 
 async def pass_time(service: Service, clock: Clock, seconds: float) -> None:
