@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from adascale_worker.loop.steps import ModelBuffers
+from adascale_worker.loop.steps import StepUndo
+from adascale_worker.reporting.progress import TrainingProgress
 
 
 class Network(nn.Module):
@@ -22,7 +23,7 @@ class Network(nn.Module):
 
 def test_buffers_are_those_before_the_discarded_step_not_those_of_an_earlier_one() -> None:
     network = Network()
-    buffers = ModelBuffers(network)
+    buffers = StepUndo(network, TrainingProgress(), None)
     for _ in range(3):
         buffers.begin_step()
         before = {name: buffer.clone() for name, buffer in network.named_buffers()}
@@ -35,7 +36,7 @@ def test_buffers_are_those_before_the_discarded_step_not_those_of_an_earlier_one
 
 def test_a_buffer_that_a_forward_pass_has_replaced_is_put_back() -> None:
     network = Network()
-    buffers = ModelBuffers(network)
+    buffers = StepUndo(network, TrainingProgress(), None)
     buffers.begin_step()
     before = network.calls
     network.calls = network.calls + 1

@@ -566,21 +566,10 @@ class ElasticTrainer:
         self._training = training
         progress = self._replica.progress
         if self.finished:
-            self._end_restored_training(training)
+            training.end_restored_training()
         return ReentryState(
             progress.epoch, progress.step, progress.progress, restored=training.state.was_restored
         )
-
-    def _end_restored_training(self, training: Training) -> None:
-        progress = self._replica.progress
-        training.end_restored_training()
-        if self.is_main:
-            reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
-            print(
-                f"adascale: training has already finished, at step {progress.step}, "
-                f"progress {progress.progress:,.0f}{reason}",
-                flush=True,
-            )
 
     def _print_differences(self, arguments: environment.JobSettings) -> None:
         if self.is_main:
@@ -665,7 +654,7 @@ class ElasticTrainer:
         job.set_epochs(epochs)
         self._print_differences(argument)
         if job.finished and not was_finished:
-            self._end_restored_training(training)
+            training.end_restored_training()
 
     def dataloader(
         self,

@@ -227,7 +227,8 @@ class DataFeed:
         is_saved: bool = False,  # whether there are checkpoints, or replicas that join
     ) -> None:
         self._division = division
-        self._bounds = bounds
+        self.bounds = bounds
+        """Those of the next call of `open`."""
         self._group = group
         self.seed = seed
         """Determines the order of samples, and the random numbers of each step."""
@@ -254,10 +255,6 @@ class DataFeed:
     def rank(self) -> int:
         """The index of this process among those of all replicas."""
         return self._group.rank * self._group.processes + self._group.process
-
-    def change_bounds(self, bounds: BatchBounds) -> None:
-        """Use other bounds from the next call of `open` on."""
-        self._bounds = bounds
 
     def open(
         self,
@@ -293,7 +290,7 @@ class DataFeed:
         consumed = self._progress.consumed - self._origin.consumed
         number = self._origin.number + (consumed // self._length if self._length else 0)
         made = order_of(
-            dataset, shuffle, order, lengths, seed=self.seed, group=self._bounds.batch_size, number=number
+            dataset, shuffle, order, lengths, seed=self.seed, group=self.bounds.batch_size, number=number
         )
         self._require_enough(made.length, "the data set" if order is None else "a pass of order=")
         self._begin_order(made, allow_other_length=allow_other_length)
@@ -312,15 +309,15 @@ class DataFeed:
         if self._length is None:
             return math.inf
         origin = self._origin
-        return origin.progress + (epoch - origin.epoch) * self._length / self._bounds.batch_size
+        return origin.progress + (epoch - origin.epoch) * self._length / self.bounds.batch_size
 
     def _require_enough(self, length: int, what: str) -> None:
         # Without max_batch_size nothing bounds the global batch, and a step may take more than a pass.
-        name = "max_batch_size" if self._bounds.max_batch_size else "batch_size"
-        smallest = self._bounds.max_batch_size or self._bounds.batch_size
+        name = "max_batch_size" if self.bounds.max_batch_size else "batch_size"
+        smallest = self.bounds.max_batch_size or self.bounds.batch_size
         if length < smallest:
             samples = "1 sample" if length == 1 else f"{length} samples"
-            both = f"batch_size and {name}" if length < self._bounds.batch_size < smallest else name
+            both = f"batch_size and {name}" if length < self.bounds.batch_size < smallest else name
             raise DatasetError(
                 f"{what} has {samples}, fewer than {name} ({smallest}): "
                 f"set {both} to at most {length}, in the job file if there is one, or use more data"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from adascale_worker.loop.evaluation import EvaluationSequence
     from adascale_worker.loop.failures import Failures
     from adascale_worker.loop.generations import Generations
-    from adascale_worker.loop.steps import ModelBuffers, Steps, StepUndo
+    from adascale_worker.loop.steps import Steps, StepUndo
     from adascale_worker.program.parts import Optimizers, ProgramParts
     from adascale_worker.program.program_loop import ProgramLoop
     from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
@@ -231,7 +231,7 @@ class Context(Replica):
     loop: ProgramLoop
     program: ProgramState
     optimizer: Optimizers
-    undo: ModelBuffers | StepUndo
+    undo: StepUndo
     failures: Failures
     failure: StepFailure
     division: StepDivision

@@ -390,7 +390,7 @@ class Generations(Context):
         self.job.adopt(assignment.env)
         settings = self.job.settings
         self.planner.bounds = settings.bounds
-        self.feed.change_bounds(settings.bounds)
+        self.feed.bounds = settings.bounds
         self.checkpointing.interval = settings.checkpoint_interval
         if group.replicas > 1:
             check_optimizer_parameters(self.program.model, self.optimizer, group.replicas)
@@ -429,13 +429,9 @@ class Generations(Context):
         """Use the restored state, or the initial state, with the present replicas. A collective call."""
         bounds = self.job.settings.bounds
         self.planner.adapt(bounds, self.optimizer, self.telemetry.step_timer)
-        self.use_plan()
+        self.steps.use_plan()
         self.loop.step_at_begin = self.progress.step
         self.telemetry.begin_generation()
-
-    def use_plan(self) -> None:
-        """Use the planner's batch plan from the next step on."""
-        self.steps.use_plan(self.planner.plan, self.planner.scale)
 
     # -- the state ----------------------------------------------------------------------------------------
 

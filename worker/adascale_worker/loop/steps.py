@@ -18,7 +18,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages.channel import Stepped, Terminated
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.errors import NonFiniteWeightsError, WorkerError
@@ -48,29 +47,49 @@ MAX_SKIPPED_STEPS = 100
 
 
 class StepUndo:
-    """Puts the state of training back if a step fails after one of several optimizers has made its part.
+    """Puts back what an unfinished step has changed.
 
-    It copies the state before each step, on the devices of its tensors, so the state needs twice its memory.
+    With one optimizer these are buffers of the model, such as BatchNorm's statistics. With several, the state
+    of training is copied before each step, on the devices of its tensors, so it needs twice its memory.
     """
 
-    def __init__(self, program: ProgramState, progress: TrainingProgress) -> None:
-        self._program = program
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        progress: TrainingProgress,
+        program: ProgramState | None,  # of several optimizers
+    ) -> None:
+        self._model = model
         self._progress = progress
-        self.state: Tree | None = None  # None between two steps
+        self._program = program
+        self.state: Tree | None = None
+        """The copy of the state of several optimizers; None between two steps."""
+        self._buffers: list[tuple[torch.nn.Module, str, Tensor, Tensor]] = []
+        """Module, name, buffer and copy; empty between two steps."""
 
     def begin_step(self) -> None:
-        """Copy the state, at the beginning of a step."""
-        self.state = None  # That of a batch that was left out needs its memory no longer.
-        state = {
-            "program": self._program.state_dict(),
-            "progress": self._progress.state_dict(),
-            "trained": self._program.trained.state_dict(),
-        }
-        self.state = mapped(state, _copied)
+        """Copy what the step may change."""
+        self.forget()  # That of a batch that was left out needs its memory no longer.
+        program = self._program
+        if program is not None:
+            state = {
+                "program": program.state_dict(),
+                "progress": self._progress.state_dict(),
+                "trained": program.trained.state_dict(),
+            }
+            self.state = mapped(state, _copied)
+            return
+        # A forward pass may assign another tensor to the name of a buffer. The version of a buffer does not
+        # count what `.data` changes.
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in self._model.modules()
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
 
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""
-        self.state = None
+        self.state, self._buffers = None, []
 
     def revert_progress(self) -> None:
         """Put the progress back, which the program can read; `restore` puts the rest back later."""
@@ -78,14 +97,18 @@ class StepUndo:
             self._progress.load_state_dict(self.state["progress"])
 
     def restore(self) -> None:
-        """Put the state back, if it was copied."""
-        if self.state is not None:
-            load_model(self._program.model, self.state["program"]["model"])
+        """Put back what was copied."""
+        with torch.no_grad():
+            for module, name, buffer, copied in self._buffers:
+                buffer.copy_(copied)
+                setattr(module, name, buffer)
+        if self.state is not None and self._program is not None:
+            load_model(self._model, self.state["program"]["model"])
             self._program.load_state_dict(self.state["program"])
-            self._progress.load_state_dict(self.state["progress"])
+            self.revert_progress()
             self._program.trained.undo(self.state["trained"])
-            # Only now, so that it can be put back again after an error, such as a lack of memory.
-            self.state = None
+        # Only now, so that it can be put back again after an error, such as a lack of memory.
+        self.forget()
 
 
 def _copied(value: Any) -> Any:
@@ -94,43 +117,6 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     is_changed_in_place = isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen")
     return copy.copy(value) if is_changed_in_place else value
-
-
-class ModelBuffers:
-    """Puts the buffers of a model, such as BatchNorm's statistics, back if its step is discarded.
-
-    A forward pass may change a buffer, or assign another tensor to its name.
-    """
-
-    state = None  # The other parts of the state change only in a step that succeeds.
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._copies: list[tuple[torch.nn.Module, str, Tensor, Tensor]] = []
-        """Module, name, buffer and copy; empty between two steps."""
-
-    def begin_step(self) -> None:
-        """Copy the buffers, at the beginning of a step. Their versions do not count what `.data` changes."""
-        self._copies = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in self._model.modules()
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        ]
-
-    def forget(self) -> None:
-        """Keep the changes, because the step is complete."""
-        self._copies = []
-
-    def revert_progress(self) -> None:
-        """Do nothing: only a step that succeeds changes the progress."""
-
-    def restore(self) -> None:
-        """Put the buffers back, if they were copied."""
-        copies, self._copies = self._copies, []
-        with torch.no_grad():
-            for module, name, buffer, copied in copies:
-                buffer.copy_(copied)
-                setattr(module, name, buffer)
 
 
 class Steps(Context):
@@ -529,7 +515,7 @@ class Steps(Context):
         self.agreed, self.slow, self._agrees_at = Requests(), None, 0
         self.accumulation.begin_generation()
 
-    def use_plan(self, plan: BatchPlan, scale: float) -> None:
-        """Use a batch plan, whose scale is S, from the next step on."""
-        self.accumulation.set_plan(plan, scale)
+    def use_plan(self) -> None:
+        """Use the planner's batch plan from the next step on."""
+        self.accumulation.set_plan(self.planner.plan, self.planner.scale)
         self.times.begin_timing()

@@ -39,7 +39,7 @@ from adascale_worker.loop.evaluation import EvaluationSequence
 from adascale_worker.loop.failures import Failures
 from adascale_worker.loop.generations import Generations
 from adascale_worker.loop.loss_scaling import patch_scaler, scaler_of
-from adascale_worker.loop.steps import ModelBuffers, Steps, StepUndo
+from adascale_worker.loop.steps import Steps, StepUndo
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import DeviceClock, find_fault
@@ -178,7 +178,7 @@ class Training(Context):
     def _make_gradients(self) -> None:
         """Let the models and backward passes average gradients."""
         parts, group, planner = self.parts, self.group, self.planner
-        self.undo = StepUndo(self.program, self.progress) if parts.are_several else ModelBuffers(parts.model)
+        self.undo = StepUndo(parts.model, self.progress, self.program if parts.are_several else None)
         self.failures = Failures(self)
         self.failure = StepFailure(group, self.failures.limits_batches_after, self.undo.revert_progress)
         self.division = StepDivision(
@@ -490,11 +490,6 @@ class Training(Context):
 
     def end_epoch(self, epoch: int) -> None:
         """End the current epoch: replan if the replicas have agreed to, or save the end of training."""
-        self._end_epoch(epoch)
-        if self.job.finished:
-            self.feed.close()
-
-    def _end_epoch(self, epoch: int) -> None:
         loop, progress = self.loop, self.progress
         self.program.rates.begin_epoch()
         self.steps.end_batch()
@@ -538,7 +533,7 @@ class Training(Context):
         """Choose the batch plan again. A collective call."""
         self.steps.agreed.replan = False
         self.planner.replan(self.optimizer, self.telemetry.step_timer)
-        self.generations.use_plan()
+        self.steps.use_plan()
 
     # -- a loop -------------------------------------------------------------------------------------------
 
@@ -584,6 +579,14 @@ class Training(Context):
             self._save_final()
         else:
             self.channel.send(TrainingSaved())
+        if self.group.is_main:
+            progress = self.progress
+            reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
+            print(
+                f"adascale: training has already finished, at step {progress.step}, "
+                f"progress {progress.progress:,.0f}{reason}",
+                flush=True,
+            )
 
     def _save_final(self) -> None:
         """Save the end of training, once. If members are lost meanwhile, the others save it."""
@@ -598,6 +601,7 @@ class Training(Context):
             except PeersLostError:
                 self.generations.recover()
         self.loop.overtaken_epoch = None
+        self.feed.close()
         self.channel.send(TrainingSaved())
         if self.group.generation == 0:
             # The rest of the program, for example an evaluation, has no step at which it could exit.
