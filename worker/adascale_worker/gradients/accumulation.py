@@ -117,7 +117,7 @@ class Accumulation:
             # At the first one, the gradients of the step before may be there.
             self.restart_step()
         if not is_last:
-            self.weights.leave_out()
+            self.weights.left_out += 1  # It counts then, without a pass.
             self.advance()
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
@@ -209,7 +209,6 @@ class Accumulation:
         number, self.passes = self.passes, self.passes + 1
         reached = {part for part in self.parts if part.after_backward(self.batch, number)}
         is_weighted = self.weights.end_pass(has_gradients=bool(reached))
-        self.weights.check_pass()
         if reached:
             self.micro_weight = self.weights.of_pass()
         awaited: Collection[OptimizerGradients] = ()

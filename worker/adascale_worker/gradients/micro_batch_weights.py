@@ -135,9 +135,14 @@ class MicroBatchWeights:
         self._is_positive = weight > 0.0
 
     def end_pass(self, *, has_gradients: bool) -> bool:
-        """End a backward pass, and return whether it was of a weighted loss."""
+        """End a backward pass, and return whether it was of a weighted loss. No collective call.
+
+        The passes of a micro-batch have a weight, or none has.
+        """
         self._is_inside_pass = False
         self._has_unweighted_pass |= has_gradients and not self._is_weighted_pass
+        if self._weight is not None and self._has_unweighted_pass:
+            raise self._mixed_here()
         return self._is_weighted_pass
 
     def of_pass(self) -> float:
@@ -157,11 +162,6 @@ class MicroBatchWeights:
         self._is_positive = weighted > 0.0 and weight > 0.0 and self._group.own.is_leader
         return weight / count
 
-    def check_pass(self) -> None:
-        """Check that the passes of the present micro-batch have a weight, or none has. No collective call."""
-        if self._weight is not None and self._has_unweighted_pass:
-            raise self._mixed_here()
-
     # -- the weights of a step ----------------------------------------------------------------------------
 
     @property
@@ -171,10 +171,6 @@ class MicroBatchWeights:
             return self._exchanged
         kept = self._accumulation - self.left_out
         return StepWeights(float(kept), kept * self._group.replicas)
-
-    def leave_out(self) -> None:
-        """Leave the present micro-batch out of its step. It counts then, without a pass."""
-        self.left_out += 1
 
     def sums(self) -> tuple[float, ...]:
         """Return the numbers that `agree` sums over the replicas.

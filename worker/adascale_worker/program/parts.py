@@ -34,7 +34,6 @@ class Optimizers:
 
     def __init__(self, parts: Mapping[str, AdaScale]) -> None:
         self.parts = dict(parts)
-        self.lead = next(iter(self.parts.values()))
         self.are_several = "" not in self.parts
         """Whether the program has passed a dict of optimizers."""
 
@@ -48,7 +47,7 @@ class Optimizers:
         """
         parts = list(self.parts.values())
         if len(parts) == 1:
-            return self.lead
+            return parts[0]
         # At each scale above 1, the gain rises with the ratio of variance to squared gradient, so the
         # optimizer with the lowest gain at one such scale has it at all of them.
         trained = [part for part in parts if part.statistics.parameters.has_trained]

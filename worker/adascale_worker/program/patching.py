@@ -275,7 +275,7 @@ def _following_step(
         if not loop.has_batch:
             # Programs step once per epoch there, which has as many scale-invariant steps at every scale. The
             # state of another replica, which has ended this epoch, has these steps already.
-            if not loop.is_overtaken:
+            if loop.overtaken_states is None:
                 original_step(*args, **kwargs)
             return
         values = signature.bind(*args, **kwargs).arguments

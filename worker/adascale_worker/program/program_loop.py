@@ -63,11 +63,6 @@ class ProgramLoop:
         """Whether a loop has begun and not ended."""
         return self.place in (ProgramPlace.BETWEEN, ProgramPlace.BATCH)
 
-    @property
-    def is_overtaken(self) -> bool:
-        """Whether the state came from another member, whose program is in a later epoch."""
-        return self.overtaken_states is not None
-
     # -- transitions --------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> int:
