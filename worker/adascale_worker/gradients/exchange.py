@@ -20,14 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.trained_parameters import Flags
-from adascale_worker.scaling.statistics.norms import batches
+from adascale_worker.scaling.statistics.norms import MAX_ELEMENTS_TO_COPY, batches
 from adascale_worker.torch_private.autograd import flatten_together
 
 BUCKET_BYTES = 25 << 20
 """Bytes of gradients that are exchanged together."""
-
-MAX_ELEMENTS_TO_FLATTEN = 1 << 14
-"""Gradients on the CPU up to this size are copied together, which costs less than a call for each."""
 
 
 class _Bucket:
@@ -35,7 +32,7 @@ class _Bucket:
 
     def __init__(self, shards: Sequence[tuple[int, Tensor]], flags: int) -> None:
         def is_small(shard: Tensor) -> bool:
-            return shard.is_contiguous() and (not shard.is_cpu or shard.numel() <= MAX_ELEMENTS_TO_FLATTEN)
+            return shard.is_contiguous() and (not shard.is_cpu or shard.numel() <= MAX_ELEMENTS_TO_COPY)
 
         self.last = [position for position, _ in shards[-2:]]
         ordered = sorted(shards, key=lambda each: is_small(each[1]))

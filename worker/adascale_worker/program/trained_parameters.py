@@ -95,9 +95,7 @@ class TrainedParameters:
 
     def agree(self, step: int) -> None:
         """Wait until all replicas train the parameters that are trained now."""
-        now = self.current()
-        if now != self._agreed:
-            self._agree(now, step)
+        self._agree(self.current(), step)
 
     def follow(self, step: int, own: Collection[Tensor] | None = None) -> list[Tensor]:
         """Use the parameters that are trained now for a step, and return those changed since the last one.
@@ -109,9 +107,7 @@ class TrainedParameters:
         if own is not None:
             names = frozenset(name for name, each in self._parameters.items() if each in own)
         frozen = self.current() & names
-        now = (self._agreed - names) | frozen
-        if now != self._agreed:
-            self._agree(now, step)
+        self._agree((self._agreed - names) | frozen, step)
         before, self._last = self._last, (self._last - names) | frozen
         return [self._parameters[name] for name in self._ordered(before ^ self._last)]
 
@@ -155,8 +151,10 @@ class TrainedParameters:
         return f"trained-{self._changes % 2}"
 
     def _agree(self, now: Frozen, step: int) -> None:
-        """Wait until all replicas have made the same change."""
+        """Wait until all replicas have made the same change, if it is one."""
         group = self._group
+        if now == self._agreed:
+            return
         if group.replicas > 1:
             group.announce(self._event, [self._changes, step, sorted(now)])
             announced: dict[int, tuple[int, Frozen]] = {}

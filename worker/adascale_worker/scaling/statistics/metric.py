@@ -20,6 +20,7 @@ from torch import Tensor
 
 from adascale_worker.scaling.rules import ScalingRule, SecondMoment
 from adascale_worker.scaling.statistics.norms import (
+    MAX_ELEMENTS_TO_COPY,
     are_read_together,
     batches,
     divided_like,
@@ -37,9 +38,6 @@ FLOOR = 1e-3
 almost always zero, such as the embedding of a rare word, would otherwise outweigh all others."""
 
 MIN_EPS = 1e-12
-
-MAX_ELEMENTS_TO_COPY = 1 << 14
-"""Second moments on the CPU up to this size are copied together."""
 
 MAX_ELEMENTS_TO_KEEP = 1 << 22
 """What many gradients are divided by is kept for all norms of a step, up to this size."""

@@ -12,11 +12,8 @@ from adascale_worker.torch_private.autograd import flatten_together, norms_of
 Gradients = Sequence[Sequence[Tensor]]
 """Gradients by parameter group."""
 
-MIN_ELEMENTS_FOR_DOT = 1 << 15
-"""Size from which `torch.dot` is used on the CPU: as fast as a norm, and more exact in float32."""
-
-MAX_ELEMENTS_TO_FLATTEN = 1 << 11
-"""Gradients on the CPU below this size are copied together, which costs less than a call for each."""
+MAX_ELEMENTS_TO_COPY = 1 << 14
+"""Tensors on the CPU up to this size are copied together, which costs less than a call for each."""
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -65,15 +62,12 @@ def sqr_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the squared L2 norm of several gradients taken as one vector: shape (), on `device`."""
     small, found, others = [], [], []
     for gradient in gradients:
-        if gradient.is_cpu and gradient.dtype is torch.float32:
-            size = gradient.numel()
-            if size < MAX_ELEMENTS_TO_FLATTEN:
-                small.append(gradient)
-                continue
-            if size >= MIN_ELEMENTS_FOR_DOT:
-                found.append(_dot(gradient, gradient).sqrt())
-                continue
-        others.append(gradient)
+        if not gradient.is_cpu or gradient.dtype is not torch.float32:
+            others.append(gradient)
+        elif gradient.numel() <= MAX_ELEMENTS_TO_COPY:
+            small.append(gradient)
+        else:  # As fast as a norm, and more exact in float32.
+            found.append(_dot(gradient, gradient).sqrt())
     if small:
         flat = flatten_together(small)
         found.append(torch.dot(flat, flat).sqrt())
