@@ -60,9 +60,8 @@ class Accumulation:
         """The number of the present batch."""
         self.micro_weight = 1.0
         """By what the loss of the present micro-batch is multiplied."""
-        self.local_bsz = 1
-        """Samples of a micro-batch of the present step."""
-        self._accumulation = 1
+        self.plan = BatchPlan(1, 1)
+        """Of the present step."""
         self._is_inside_pass = False
         self._is_reentrant = False
         """Whether a backward pass has run inside another, so that gradients arrive in parts."""
@@ -82,7 +81,7 @@ class Accumulation:
     @property
     def at_last_micro_batch(self) -> bool:
         """Whether the present micro-batch is the last of a step."""
-        return self.micro_batch == self._accumulation - 1
+        return self.micro_batch == self.plan.accumulation - 1
 
     @property
     def kept_micro_batches(self) -> int:
@@ -92,11 +91,11 @@ class Accumulation:
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
         passes = self.passes
-        self.micro_batch = (self.micro_batch + 1) % self._accumulation
+        self.micro_batch = (self.micro_batch + 1) % self.plan.accumulation
         self.passes, self.micro_weight = 0, 1.0
         self.batch += 1
         self.weights.finish_micro_batch(completes_step=self.at_first_micro_batch)
-        if self._accumulation == 1:
+        if self.plan.accumulation == 1:
             # One optimizer may need the gradients of the first of several passes; one of several optimizers
             # that steps rarely may count batches, not steps.
             is_single = len(self.parts) == 1
@@ -122,7 +121,7 @@ class Accumulation:
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
         """Use the accumulation of `plan` from the next step on."""
-        self._accumulation, self.local_bsz = plan.accumulation, plan.local_bsz
+        self.plan = plan
         self.weights.set_plan(plan)
         for part in self.parts:
             part.statistics.change_options(
@@ -134,15 +133,14 @@ class Accumulation:
     def use_step(self, step: StepPlan) -> None:
         """Use the micro-batches of the next step, which may be divided. Before its first backward pass."""
         plan = step.plan
-        self.local_bsz = plan.local_bsz
         compares_steps = self._division.compares_steps(plan)
         for part in self.parts:
             part.statistics.change_options(
                 accumulation=plan.accumulation, interval=step.interval, compares_steps=compares_steps
             )
-        if plan.accumulation != self._accumulation:
-            self._accumulation = plan.accumulation
+        if plan.accumulation != self.plan.accumulation:
             self.weights.set_plan(plan)
+        self.plan = plan
 
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
@@ -257,7 +255,7 @@ class Accumulation:
             part.statistics.leave_out_step()
         with self._times.measured_exchange():
             part.exchange.wait()
-        part.finish_average(self._accumulation, self.weights.of_step, self.micro_weight)
+        part.finish_average(self.plan.accumulation, self.weights.of_step, self.micro_weight)
         self._group.settle()
 
     def patch_zero_grad(self, owner: Any, parameters: Iterable[Tensor]) -> None:
@@ -306,7 +304,7 @@ def patch_forward(
         prepare()
         if failure.lacks_memory:
             # The error is deleted: its traceback has kept the activations.
-            size, parameters = accumulation.local_bsz, model.parameters()
+            size, parameters = accumulation.plan.local_bsz, model.parameters()
             return forward_without_activations(original, args, kwargs, size, parameters)
         return original(*args, **kwargs)
 

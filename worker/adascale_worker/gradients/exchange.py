@@ -82,8 +82,8 @@ class GradientExchange:
         self._hooks: list[RemovableHandle] = []
         self._take: Callable[[Sequence[int]], list[Tensor | None]] = lambda _: []
         self._begins_early = self._keeps_means = False
-        self._begun = self._early = 0
-        """Buckets whose exchange has begun, and of these before `flush`."""
+        self._begun = 0
+        """Buckets whose exchange has begun."""
         self._works: list[dist.Work | None] = []
         self._present: dict[int, bool] = {}
         self._patterns: dict[tuple[bool, ...], Tensor] = {}
@@ -140,7 +140,7 @@ class GradientExchange:
     ) -> None:
         """Prepare for an exchange."""
         self._take, self._begins_early, self._keeps_means = take, is_early, keeps_means
-        self._begun, self._early, self._works, self._present = 0, 0, [], {}
+        self._begun, self._works, self._present = 0, [], {}
 
     def map_memory(self) -> None:
         """Map the memory of the buckets."""
@@ -153,7 +153,6 @@ class GradientExchange:
             if any(self._shards[position].grad is None for position in positions):
                 return
             self._begin_bucket()
-            self._early += 1
 
     def stop_early(self) -> None:
         """Begin no more buckets before `flush`, because gradients may arrive in parts."""
@@ -183,7 +182,7 @@ class GradientExchange:
     def flush(self) -> None:
         """Begin with the buckets that have not begun."""
         self._begins_early = False
-        begun = (position for bucket in self._buckets[: self._early] for position in bucket.positions)
+        begun = (position for bucket in self._buckets[: self._begun] for position in bucket.positions)
         if any(self._shards[position].grad is not None for position in begun):
             raise WorkerError(
                 "the gradient of a parameter arrived in two parts of one backward pass, after the exchange "

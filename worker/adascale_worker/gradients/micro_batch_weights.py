@@ -46,10 +46,8 @@ class MicroBatchWeights:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._micro_batches = 1
-        """Micro-batches of a step of all processes."""
-        self._accumulation = 1
-        self._local_bsz = 1
+        self._plan = BatchPlan(1, 1)
+        """Of all processes."""
         self._unit: float | None = None
         """The approximate weight of a sample. None until a step has weights."""
         self._next_unit: float | None = None
@@ -76,10 +74,12 @@ class MicroBatchWeights:
 
     def set_plan(self, plan: BatchPlan) -> None:
         """Use the micro-batches of `plan` from the next step on."""
-        plan = plan.per_process(self._group.processes)
-        self._micro_batches = plan.replicas * plan.accumulation
-        self._accumulation = plan.accumulation
-        self._local_bsz = plan.local_bsz
+        self._plan = plan.per_process(self._group.processes)
+
+    @property
+    def _micro_batches(self) -> int:
+        """Micro-batches of a step of all processes."""
+        return self._plan.replicas * self._plan.accumulation
 
     def begin_generation(self) -> None:
         """Agree again, with other replicas. A collective call."""
@@ -114,7 +114,7 @@ class MicroBatchWeights:
     @property
     def _scale(self) -> float:
         """The divisor of all weights (s)."""
-        return 2.0 ** round(math.log2((self._unit or 1.0) * self._local_bsz))
+        return 2.0 ** round(math.log2((self._unit or 1.0) * self._plan.local_bsz))
 
     # -- backward passes ----------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class MicroBatchWeights:
         """The weights of the step in its last micro-batch; None if each micro-batch counts the same."""
         if self._exchanged is not None or not self.left_out:
             return self._exchanged
-        kept = self._accumulation - self.left_out
+        kept = self._plan.accumulation - self.left_out
         return StepWeights(float(kept), kept * self._group.replicas)
 
     def sums(self) -> tuple[float, ...]:
@@ -183,14 +183,14 @@ class MicroBatchWeights:
     def exchange(self) -> None:
         """Exchange the weights of this step, once. A collective call, in the last micro-batch."""
         if self._exchanged is None:
-            if self._earlier[1] + self.left_out < self._accumulation - 1:
+            if self._earlier[1] + self.left_out < self._plan.accumulation - 1:
                 raise self._mixed_here()
             self.agree(self._sum(self.sums()))
 
     def check_step(self) -> None:
         """Check that all micro-batches of this step have a weight, or none has. No collective call."""
         known = self.sums()[1]
-        if self._exchanged is None and (self._are_used or known) and known < self._accumulation:
+        if self._exchanged is None and (self._are_used or known) and known < self._plan.accumulation:
             raise self._mixed_here()
 
     def exchange_later(self) -> None:
@@ -218,7 +218,7 @@ class MicroBatchWeights:
         # Without any weight the gradient is zero.
         self._exchanged = StepWeights(divisor or 1.0, round(positive))
         if total > 0.0:
-            self._next_unit = total / (self._micro_batches * self._local_bsz)
+            self._next_unit = total / self._plan.global_bsz
 
     # -- micro-batches ------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class MicroBatchWeights:
 
     def _mixed_here(self) -> WorkerError:
         _, weighted, _, unweighted = self._present()
-        return _mixed(weighted, self._accumulation, "on this replica", unweighted)
+        return _mixed(weighted, self._plan.accumulation, "on this replica", unweighted)
 
 
 def _mixed(weighted: float, micro_batches: int, where: str, unweighted: float) -> WorkerError:

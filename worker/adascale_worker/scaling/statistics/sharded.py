@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.scaling.statistics.metric import Metric
-from adascale_worker.scaling.statistics.norms import local_shard, norm, sum_of_squares
+from adascale_worker.scaling.statistics.norms import local_shard, norm
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters
 from adascale_worker.scaling.statistics.reader import HookedGradients
 from adascale_worker.scaling.statistics.steps import GainOptions
@@ -79,7 +79,6 @@ class ShardedGradients(HookedGradients):
         """Discard the passes so far, and read the next ones if `measuring`."""
         super().begin_step(measuring=measuring)
         self._measuring = measuring
-        self._reduced_norms: list[list[Tensor]] = [[] for _ in self._parameters.groups()]
         for fsdp_group in self._fsdp_groups:
             fsdp_group.reduced.clear()
         self._is_incomplete = False
@@ -130,10 +129,6 @@ class ShardedGradients(HookedGradients):
             )
         return None
 
-    def sum_of_sqr_norms(self) -> Tensor:
-        """Return the sum of the squared norms of the micro-gradients of this rank: shape (groups,)."""
-        return torch.stack([sum_of_squares(norms, self._parameters.device) for norms in self._reduced_norms])
-
     def averaged_sqr_norms(self) -> Tensor:
         """Return those of the shards of this rank, times the number of ranks: shape (groups,)."""
         return super().averaged_sqr_norms() * self._options.world_size
@@ -161,7 +156,7 @@ class ShardedGradients(HookedGradients):
         defined = self._metric.defined_groups()
         if defined is None and len(set(optimizer_groups)) == 1:
             if optimizer_groups[0] is not None:
-                self._reduced_norms[optimizer_groups[0]].append(norm(gradients) * factor)
+                self._norms.append((optimizer_groups[0], norm(gradients) * factor))
             return
         parameters = zip(fsdp_group.parameters, optimizer_groups, fsdp_group.shard_sizes, strict=True)
         trained = [each for each in parameters if each[0].requires_grad]
@@ -180,7 +175,7 @@ class ShardedGradients(HookedGradients):
             if group is None:
                 continue
             if defined is None:
-                self._reduced_norms[group].append(norm(piece) * factor)
+                self._norms.append((group, norm(piece) * factor))
             elif group in defined:
                 shard = piece[0, : local_shard(parameter).numel()]
-                self._reduced_norms[group].append(self._metric.norm(group, parameter, shard) * factor)
+                self._norms.append((group, self._metric.norm(group, parameter, shard) * factor))
