@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -132,7 +131,14 @@ def forward_without_activations(
                 raise
             size = max(size // 2, 2)
         del inputs
-    sources = [each for each in [*tensors_in((args, kwargs)), *parameters] if each.requires_grad]
+    sources = [each for each in parameters if each.requires_grad]
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            sources.append(value)
+        return value
+
+    mapped((args, kwargs), collect)
     if not sources:
         return output
     # A loop may register hooks on the output, or compute gradients of it by `torch.autograd.grad`.
@@ -157,21 +163,6 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *_: Tensor) -> Any:
         return None, *context.sources
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the inputs or outputs of a model."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
 
 
 def _part_of(value: Any, size: int, batch: int) -> Any:
