@@ -13,20 +13,19 @@ the job, and need the same version of this package. Then each line is a JSON obj
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
 import json
 import os
-import queue
 import random
 import secrets
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -147,22 +146,46 @@ class Formation:
         return [rank for rank, state in enumerate(self.states) if latest is not None and state == latest]
 
 
-@dataclass
 class _Link:
-    """One connection."""
+    """One connection, over which both ends send lines of JSON."""
 
-    connection: socket.socket
-    challenge: str = ""
-    rank: int | None = None
-    """Rank of the member at the other end, once it is authenticated."""
-    received: bytes = b""
-    unsent: bytes = b""
-    heard_at: float = field(default_factory=time.monotonic)
-    """When something was received last; of a connection that is not authenticated, when it was made."""
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._received = b""
+        self._unsent = b""
+        self.heard_at = time.monotonic()
+        """When something was received last."""
+        self.task = asyncio.current_task()
+        """What reads the connection, and closes it at its end."""
+
+    def send(self, **message: Any) -> None:
+        """Send a message. Does not wait."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            # Messages are much smaller than the buffer of a socket. What remains is sent with the next one.
+            sent = self._connection.send(self._unsent)
+            self._unsent = self._unsent[sent:]
+
+    async def receive(self, limit: int) -> dict[str, Any]:
+        """Return the next message, of at most so many bytes."""
+        while b"\n" not in self._received and len(self._received) <= limit:
+            data = await asyncio.get_running_loop().sock_recv(self._connection, 1 << 16)
+            if not data:
+                raise ConnectionResetError("the other end has closed the connection")
+            self.heard_at = time.monotonic()
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        if len(line) > limit:
+            raise ValueError("a message is too long")
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 class MembershipLinks:
-    """The connections of this member in one generation."""
+    """The connections of this member in one generation, in a thread of their own."""
 
     def __init__(
         self,
@@ -181,31 +204,25 @@ class MembershipLinks:
         """Set when all members have arrived."""
         self.refusal: str | None = None
         """Why this member was refused."""
+        self.followers: dict[int, tuple[int, str]] = {}
+        """On rank 0: the port and the challenge of each member that waits for the state, by rank."""
         self._listener = listener
         self._secret = secret.encode()
         self._peer_timeout = peer_timeout
         self._on_change = on_change
         self._is_coordinator = assignment.rank == 0
         self._links: dict[int, _Link] = {}
-        self._pending: list[_Link] = []
+        """Those that are authenticated, by the rank of the member at the other end."""
+        self._pending: list[asyncio.Task[None]] = []
+        """What authenticates the others, the oldest first."""
         self._departed: set[int] = set()
         self._arrived: dict[int, StateNumber | None] = {}
         self._waits_since: float | None = None
         """When this member has arrived, or has begun to wait for the state."""
-        self.followers: dict[int, tuple[int, str]] = {}
-        """On rank 0: the port and the challenge of each member that waits for the state, by rank."""
         self._news: dict[str, Any] = {}
         """All that this member has sent to the others."""
-        self._closing = False
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._selector = selectors.DefaultSelector()
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._wake_receiver.setblocking(False)
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ, None)
-        self._retry_at = 0.0
-        self._began = time.monotonic()
-        self._random = random.Random()
-        self._pid = os.getpid()
+        self._closing = asyncio.Event()
+        self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name="adascale-links", daemon=True)
         self._thread.start()
 
@@ -213,23 +230,12 @@ class MembershipLinks:
 
     def arrive(self, state: StateNumber | None) -> None:
         """Report to the others that this member has left its previous generation, and what state it has."""
-
-        def command() -> None:
-            self._waits_since = time.monotonic()
-            self._arrived[self.assignment.rank] = state
-            self._publish(arrived=state)
-
-        self._submit(command)
+        self._submit(self._begin_to_wait, {"arrived": state})
 
     def follow(self, port: int) -> str:
         """Let rank 0 send its state to this port while it trains. Returns what it proves itself with."""
         challenge = secrets.token_hex(16)
-
-        def command() -> None:
-            self._waits_since = time.monotonic()
-            self._publish(follow=[port, challenge])
-
-        self._submit(command)
+        self._submit(self._begin_to_wait, {"follow": [port, challenge]})
         return self._mac("state", challenge, self.assignment.rank, package_version())
 
     def connect_to_followers(self) -> list[socket.socket]:
@@ -255,16 +261,8 @@ class MembershipLinks:
 
     def announce_store(self, port: int) -> None:
         """On rank 0: let all members form the group."""
-
-        def command() -> None:
-            # All members are connected, and the links of the next generation use the same listener.
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(self._listener)
-            states = tuple(self._arrived[rank] for rank in range(len(self.assignment.members)))
-            self.formation = Formation(port, states)
-            self._publish(form=[port, states])
-
-        self._submit(command)
+        states = [self._arrived[rank] for rank in range(len(self.assignment.members))]
+        self._submit(self._publish, {"form": [port, states]})
 
     def break_up(self) -> None:
         """Let all members know that this member cannot continue in the generation."""
@@ -272,75 +270,47 @@ class MembershipLinks:
 
     def close(self) -> None:
         """Send `leave` to the other members, and stop."""
-        if os.getpid() == self._pid:
-            self._submit(lambda: setattr(self, "_closing", True))
+        self._submit(self._closing.set)
 
-    def _submit(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
-        with contextlib.suppress(OSError):
-            self._wake_sender.send(b"!")
+    def _submit(self, command: Callable[..., None], *arguments: Any) -> None:
+        """Call a function in the thread, unless that has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(command, *arguments)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        interval = self._peer_timeout / 5
-        last = time.monotonic()
-        beat_at = last + interval
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._communicate())
+
+    async def _communicate(self) -> None:
+        """Hold the connections until `close`. What still runs is cancelled afterwards."""
+        others = [self._loop.create_task(self._watch())]
         if self._is_coordinator:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+            self._loop.add_reader(self._listener, self._accept)
+        else:
+            others.append(self._loop.create_task(self._keep_connected()))
+        await self._closing.wait()
+        for link in self._links.values():
+            link.send(leave=True)
+
+    async def _watch(self) -> None:
+        """Let the others hear of this member again and again, and find those that are silent."""
         while True:
+            before = time.monotonic()
+            await asyncio.sleep(self._peer_timeout / 5)
             now = time.monotonic()
-            if now - last > self._peer_timeout / 2:
-                # This process was suspended itself, so the silence of the others means nothing.
-                for link in self._links.values():
+            for link in self._links.values():
+                link.send()
+                if now - before > self._peer_timeout / 2:
+                    # This process was suspended itself, so the silence of the others means nothing.
                     link.heard_at = now
-            last = now
-            if now >= beat_at:
-                beat_at = now + interval
-                for link in self._links.values():
-                    self._send(link)
-            wake_at = beat_at
-            if not self._is_coordinator and 0 not in self._links and not self._pending:
-                self._connect(now)
-                wake_at = min(wake_at, self._retry_at)
-            for key, _ in self._selector.select(max(0.0, wake_at - now)):
-                self._on_ready(key.data)
-            while not self._commands.empty():
-                self._commands.get()()
-            if self._closing:
-                self._end()
-                return
-            checked_at = time.monotonic()
-            if checked_at - now <= self._peer_timeout / 2:
-                # Otherwise this process was suspended while it waited, and messages may be unread.
-                self._check_silence(checked_at)
+                if now - link.heard_at > self._peer_timeout and link.task is not None:
+                    link.task.cancel()
+            self._check_arrivals(now)
 
-    def _on_ready(self, data: Any) -> None:
-        if data is None:
-            with contextlib.suppress(BlockingIOError):
-                self._wake_receiver.recv(4096)
-        elif data is self._listener:
-            self._accept()
-        elif isinstance(data, _Link):
-            self._read(data)
-
-    def _end(self) -> None:
-        for link in [*self._links.values(), *self._pending]:
-            if link.rank is not None:
-                self._send(link, leave=True)
-            link.connection.close()
-        self._selector.close()
-        self._wake_receiver.close()
-        self._wake_sender.close()
-
-    def _check_silence(self, now: float) -> None:
-        for rank, link in list(self._links.items()):
-            if now - link.heard_at > self._peer_timeout:
-                self._drop(link)
-                self._lose(rank)
-        for link in list(self._pending):
-            if self._is_coordinator and now - link.heard_at > self._peer_timeout:
-                self._drop(link)
+    def _check_arrivals(self, now: float) -> None:
+        """Take members for lost that do not connect while this one waits for them."""
         since = self._waits_since
         if since is None or self.broken or self.formation is not None:
             return
@@ -356,17 +326,19 @@ class MembershipLinks:
 
     # -- connections --------------------------------------------------------------------------------------
 
-    def _connect(self, now: float) -> None:
-        if now < self._retry_at:
-            return
-        interval = RECONNECT_INTERVAL if now - self._began < 1.0 else PATIENT_RECONNECT_INTERVAL
-        if self.broken:
-            interval = BROKEN_RECONNECT_INTERVAL * self._random.uniform(0.5, 1.0)
-        self._retry_at = now + interval
-        coordinator = self.assignment.members[0]
-        if 0 not in self._departed:
+    async def _keep_connected(self) -> None:
+        """Connect to rank 0, and again when the connection has ended."""
+        began, coordinator = time.monotonic(), self.assignment.members[0]
+        while 0 not in self._departed:
             with contextlib.suppress(OSError):
-                self._add(socket.create_connection((coordinator.address, coordinator.port), timeout=1.0))
+                address = coordinator.address, coordinator.port
+                await self._communicate_over(socket.create_connection(address, timeout=1.0))
+            interval = RECONNECT_INTERVAL
+            if self.broken:
+                interval = BROKEN_RECONNECT_INTERVAL * random.uniform(0.5, 1.0)
+            elif time.monotonic() - began > 1.0:
+                interval = PATIENT_RECONNECT_INTERVAL
+            await asyncio.sleep(interval)
 
     def _accept(self) -> None:
         try:
@@ -374,92 +346,47 @@ class MembershipLinks:
         except OSError:
             return
         if len(self._pending) >= len(self.assignment.members) + MAX_PENDING:
-            self._drop(self._pending[0])
-        link = self._add(connection)
-        link.challenge = secrets.token_hex(16)
-        self._send(link, challenge=link.challenge)
+            self._pending.pop(0).cancel()
+        self._pending.append(self._loop.create_task(self._communicate_over(connection)))
 
-    def _add(self, connection: socket.socket) -> _Link:
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = _Link(connection)
-        self._pending.append(link)
-        self._selector.register(connection, selectors.EVENT_READ, link)
-        return link
-
-    def _drop(self, link: _Link) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.connection)
-        link.connection.close()
-        if link in self._pending:
-            self._pending.remove(link)
-        if link.rank is not None and self._links.get(link.rank) is link:
-            del self._links[link.rank]
-
-    def _read(self, link: _Link) -> None:
-        if link not in self._pending and (link.rank is None or self._links.get(link.rank) is not link):
-            return
+    async def _communicate_over(self, connection: socket.socket) -> None:
+        """Authenticate the other end of a connection, and handle its messages until the connection ends."""
+        rank, link = None, _Link(connection)
         try:
-            data = link.connection.recv(1 << 16)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            data = b""
-        if link.rank is not None:
-            link.heard_at = time.monotonic()
-        link.received += data
-        *lines, link.received = link.received.split(b"\n")
-        try:
-            for line in [*lines, link.received]:
-                if len(line) > (MAX_HANDSHAKE_LINE if link.rank is None else MAX_LINE):
-                    raise ValueError("a message is too long")
-            for line in lines:
-                self._handle(link, json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            data = b""
-        if not data:
-            rank = link.rank
-            self._drop(link)
-            if rank is not None and rank not in self._departed:
-                self._lose(rank)
+            with connection:
+                rank = await self._authenticated_rank(link)
+                while self._links.get(rank) is link and rank not in self._departed:
+                    self._handle(rank, await link.receive(MAX_LINE))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass  # What another process sends ends its connection only.
+        finally:
+            if link.task in self._pending:
+                self._pending.remove(link.task)
+            if rank is not None and self._links.get(rank) is link:
+                del self._links[rank]
+                if not (rank in self._departed or self._closing.is_set()):
+                    self._break([self.assignment.members[rank].replica])
 
-    def _send(self, link: _Link, **message: Any) -> None:
-        link.unsent += json.dumps(message).encode() + b"\n"
-        with contextlib.suppress(OSError):
-            # Messages are much smaller than the buffer of a socket. What remains is sent with the next one.
-            sent = link.connection.send(link.unsent)
-            link.unsent = link.unsent[sent:]
+    async def _authenticated_rank(self, link: _Link) -> int:
+        """Return the rank of the member at the other end, once both have proven that they know the secret."""
+        if self._is_coordinator:
+            async with asyncio.timeout(self._peer_timeout):
+                rank = await self._authenticate_member(link)
+            if link.task in self._pending:
+                self._pending.remove(link.task)
+        else:
+            # Rank 0 may answer late.
+            await self._authenticate_coordinator(link)
+            rank = 0
+        link.heard_at = time.monotonic()
+        self._links[rank] = link
+        link.send(**self._news)
+        return rank
 
-    # -- messages -----------------------------------------------------------------------------------------
-
-    def _handle(self, link: _Link, message: dict[str, Any]) -> None:
-        if link.rank is None:
-            if self._is_coordinator:
-                self._authenticate_member(link, message)
-            else:
-                self._authenticate_coordinator(link, message)
-            return
-        for kind, value in message.items():
-            match kind:
-                case "arrived":
-                    self._arrived[link.rank] = _state_number(value)
-                    self._on_change(self)
-                case "follow":
-                    self.followers[link.rank] = int(value[0]), str(value[1])
-                case "form":
-                    self.formation = Formation.of(*value)
-                    self._on_change(self)
-                case "lost":
-                    self._break(map(int, value))
-                case "leave":
-                    self._departed.add(link.rank)
-                    self._drop(link)
-                    if self.formation is None:
-                        # It has left for a newer generation, or ends.
-                        self._break()
-
-    def _authenticate_member(self, link: _Link, message: dict[str, Any]) -> None:
+    async def _authenticate_member(self, link: _Link) -> int:
+        challenge = secrets.token_hex(16)
+        link.send(challenge=challenge)
+        message = await link.receive(MAX_HANDSHAKE_LINE)
         rank = int(message["rank"])
         members = self.assignment.members
         is_member = (
@@ -467,76 +394,84 @@ class MembershipLinks:
             and 0 < rank < len(members)
             and message["instance"] == members[rank].instance
             and hmac.compare_digest(
-                str(message["mac"]), self._mac("member", link.challenge, rank, message["version"])
+                str(message["mac"]), self._mac("member", challenge, rank, message["version"])
             )
         )
         if not is_member:
-            # It is in another generation, and connects again when its agent has the assignment.
-            self._drop(link)
-            return
+            raise ValueError("it is in another generation, and connects again when it has the assignment")
         if message["version"] != package_version():
-            self._send(
-                link,
+            link.send(
                 refused=f"this replica has version {message['version']} of adascale-operator, the other "
-                f"members of the job have version {package_version()}: use the same image for all replicas",
+                f"members of the job have version {package_version()}: use the same image for all replicas"
             )
-            self._drop(link)
-            return
-        self._send(link, mac=self._mac("coordinator", str(message["challenge"]), rank, package_version()))
-        self._admit(link, rank)
+            raise ValueError("it has another version")
+        link.send(mac=self._mac("coordinator", str(message["challenge"]), rank, package_version()))
+        return rank
 
-    def _authenticate_coordinator(self, link: _Link, message: dict[str, Any]) -> None:
-        rank = self.assignment.rank
-        if "refused" in message:
-            self.refusal = str(message["refused"])
-            self._drop(link)
+    async def _authenticate_coordinator(self, link: _Link) -> None:
+        rank, challenge = self.assignment.rank, secrets.token_hex(16)
+        question = await link.receive(MAX_HANDSHAKE_LINE)
+        link.send(
+            generation=self.assignment.generation,
+            rank=rank,
+            instance=self.assignment.members[rank].instance,
+            version=package_version(),
+            challenge=challenge,
+            mac=self._mac("member", str(question["challenge"]), rank, package_version()),
+        )
+        answer = await link.receive(MAX_HANDSHAKE_LINE)
+        if "refused" in answer:
+            self.refusal = str(answer["refused"])
             self._break()
-        elif "mac" in message:
-            expected = self._mac("coordinator", link.challenge, rank, package_version())
-            if not hmac.compare_digest(str(message["mac"]), expected):
-                raise ValueError("the coordinator does not know the secret of the job")
-            self._admit(link, 0)
-        else:
-            link.challenge = secrets.token_hex(16)
-            self._send(
-                link,
-                generation=self.assignment.generation,
-                rank=rank,
-                instance=self.assignment.members[rank].instance,
-                version=package_version(),
-                challenge=link.challenge,
-                mac=self._mac("member", str(message["challenge"]), rank, package_version()),
-            )
-
-    def _admit(self, link: _Link, rank: int) -> None:
-        link.rank = rank
-        link.heard_at = time.monotonic()
-        self._pending.remove(link)
-        self._links[rank] = link
-        self._send(link, **self._news)
-
-    def _publish(self, **news: Any) -> None:
-        """Send what is new to the others, and to those that connect later."""
-        self._news |= news
-        for link in self._links.values():
-            self._send(link, **news)
-        self._on_change(self)
+        expected = self._mac("coordinator", challenge, rank, package_version())
+        if not hmac.compare_digest(str(answer["mac"]), expected):
+            raise ValueError("the coordinator does not know the secret of the job")
 
     def _mac(self, role: str, challenge: str, rank: int, its_version: str) -> str:
         text = f"{role}|{challenge}|{self.assignment.generation}|{rank}|{its_version}"
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
-    # -- losses -------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------
 
-    def _lose(self, rank: int) -> None:
-        self._break([self.assignment.members[rank].replica])
+    def _handle(self, rank: int, news: dict[str, Any]) -> None:
+        """Handle what a member has sent to the others, which may be this one."""
+        for kind, value in news.items():
+            match kind:
+                case "arrived":
+                    self._arrived[rank] = _state_number(value)
+                case "follow":
+                    self.followers[rank] = int(value[0]), str(value[1])
+                case "form":
+                    # All members are connected, and the links of the next generation use the same listener.
+                    self._loop.remove_reader(self._listener)
+                    self.formation = Formation.of(*value)
+                case "lost":
+                    self._break(map(int, value))
+                case "leave":
+                    self._departed.add(rank)
+                    if self.formation is None:
+                        # It has left for a newer generation, or ends.
+                        self._break()
+        if news:
+            self._on_change(self)
+
+    def _begin_to_wait(self, news: dict[str, Any]) -> None:
+        self._waits_since = time.monotonic()
+        self._publish(news)
+
+    def _publish(self, news: dict[str, Any]) -> None:
+        """Send what is new to the others, and to those that connect later."""
+        self._news |= news
+        for link in self._links.values():
+            link.send(**news)
+        self._handle(self.assignment.rank, news)
 
     def _break(self, lost: Iterable[int] = ()) -> None:
         news = frozenset(lost) - self.lost - {self.assignment.replica}
         if news or not self.broken:
             self.broken = True
             self.lost |= news
-            self._publish(lost=sorted(self.lost))
+            self._publish({"lost": sorted(self.lost)})
 
 
 def _state_number(numbers: Sequence[int] | None) -> StateNumber | None:
