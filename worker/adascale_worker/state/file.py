@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -59,19 +59,6 @@ TYPE_NAMES: Final = {
 """Names of the types in the header. Tensors of other types, such as complex128, are saved as bytes."""
 
 
-@dataclass(frozen=True)
-class StateFileLayout:
-    """Where the parts of a state are in its file."""
-
-    header: bytes  # the first bytes of the file, up to the tensors
-    spec: bytes  # the structure of the state, from `tree.flatten`
-    layouts: Sequence[TensorLayout]  # type and shape of each tensor, in the order of `tree.flatten`
-    offsets: Sequence[
-        int
-    ]  # bytes behind the header at which each tensor begins; multiples of its element's size
-    data_bytes: int  # length of the part behind the header
-
-
 def offsets_of(layouts: Sequence[TensorLayout]) -> list[int]:
     """Return the position of each tensor behind the header, in bytes."""
     offsets, position = [0] * len(layouts), 0
@@ -87,12 +74,19 @@ def data_bytes(layouts: Iterable[TensorLayout]) -> int:
     return sum(layout.bytes for layout in layouts)
 
 
-def lay_out(spec: bytes) -> StateFileLayout:
-    """Return the layout of the file for a state."""
-    index = TensorIndex(spec)
-    named = dict(zip(index.names(), index.layouts, strict=True))
-    header = encode_header(named, {METADATA_KEY: spec.decode("ascii")})
-    return StateFileLayout(header, spec, index.layouts, offsets_of(index.layouts), data_bytes(index.layouts))
+class StateLayout(TensorIndex):
+    """Where the parts of a state are in its file."""
+
+    def __init__(self, spec: bytes) -> None:
+        super().__init__(spec)
+        named = dict(zip(self.names(), self.layouts, strict=True))
+        self.header = encode_header(named, {METADATA_KEY: spec.decode("ascii")})
+        """The first bytes of the file, up to the tensors."""
+        self.offsets = offsets_of(self.layouts)
+        """Bytes behind the header at which each tensor begins; multiples of its element's size."""
+        self.data_bytes = data_bytes(self.layouts)
+        """Length of the part behind the header."""
+        self.file_bytes = len(self.header) + self.data_bytes
 
 
 def encode_header(layouts: Mapping[str, TensorLayout], metadata: Mapping[str, str]) -> bytes:
@@ -113,13 +107,13 @@ def encode_header(layouts: Mapping[str, TensorLayout], metadata: Mapping[str, st
     return len(text).to_bytes(8, "little") + text
 
 
-def read_layout(header: bytes) -> StateFileLayout:
+def read_layout(header: bytes) -> StateLayout:
     """Return the layout that a file's header describes."""
     try:
         spec = json.loads(header[8:])["__metadata__"][METADATA_KEY].encode("ascii")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidSpecError(f"its header is not that of a state: {error!r}") from error
-    layout = lay_out(spec)
+    layout = StateLayout(spec)
     if layout.header != header:
         raise InvalidSpecError("its header does not describe its tensors as this version does")
     return layout
@@ -140,7 +134,8 @@ class Snapshot:
     # change all other tensors at any time, so they are copied in its own stream.
 
     def __init__(self) -> None:
-        self._spec = b""
+        self.spec = b""
+        """The structure of the copied state, from `tree.flatten`."""
         self._layouts: Sequence[TensorLayout] = ()
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: list[Tensor] = []
@@ -160,7 +155,7 @@ class Snapshot:
         Nothing may change `changed_by_step` until `before_step` is called.
         """
         self.wait()
-        self._spec, tensors = tree.flatten(state)
+        self.spec, tensors = tree.flatten(state)
         self._prepare(tensors)
         self._sources = tensors
         later = {tensor.data_ptr() for tensor in changed_by_step if tensor.is_cuda and tensor.numel()}
@@ -202,19 +197,14 @@ class Snapshot:
         return self._weights
 
     @property
-    def spec(self) -> bytes:
-        """The structure of the copied state, from `tree.flatten`."""
-        return self._spec
-
-    @property
     def data_bytes(self) -> int:
         """The length of its tensors together."""
         return data_bytes(self._layouts)
 
     @property
-    def layout(self) -> StateFileLayout:
+    def layout(self) -> StateLayout:
         """Where the parts of the copied state are in its file."""
-        return lay_out(self._spec)
+        return StateLayout(self.spec)
 
     def parts(self, chunk_bytes: int) -> Iterator[Part]:
         """Return the tensors of the copied state, as they follow the file's header, in parts.
@@ -267,6 +257,8 @@ _OPTIMIZER: Final = ("program", "optimizer", "state")
 PREVIOUS_GRADIENT: Final = ("program", "optimizer", "adascale", "statistics", "previous_gradient")
 """Where a state has the shards of the last gradient. It is not kept for another number of processes."""
 
+Keys = tuple[str | int, ...]
+"""The keys and positions that lead to a tensor of a state."""
 Extent = tuple[int, int]
 """The first index along a dimension, and the one after the last."""
 
@@ -433,23 +425,12 @@ def local_part(tensor: Any) -> Tensor:
 
 
 _PARALLEL_READS = 4
+_Target = tuple[int, memoryview]
+"""Where bytes of a file begin behind the header, and the memory that they are read into."""
 
 
 class DamagedError(Exception):
     """A checkpoint differs from what was saved."""
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Memory that bytes of a file are read into."""
-
-    offset: int  # position of the bytes behind the header
-    memory: memoryview
-
-    @property
-    def end(self) -> int:
-        """Position behind the bytes."""
-        return self.offset + len(self.memory)
 
 
 def read_manifest(storage: Storage, number: int) -> Manifest:
@@ -477,93 +458,88 @@ def read_state(storage: Storage, manifest: Manifest, own: Shards | None) -> Tree
     process, count = (0, 1) if own is None else (own.process, own.count)
     try:
         is_own = count == len(files) and (count == 1 or files[process].shards(process, count) == own)
-        state = _Reading([files[process]], None).read() if is_own else _Reading(files, own).read()
+        state = _read([files[process]], None) if is_own else _read(files, own)
     except InvalidSpecError as error:
         raise DamagedError(f"{files[0].path} is damaged: {error}") from error
     state.pop(KEY, None)
     return state if is_own else without_previous_gradient(state)
 
 
-class _Reading:
-    """Puts together the part of a state that one process needs, from the files that others have saved.
+def _read(files: Sequence[_File], own: Shards | None) -> Tree:
+    """Put together the part of a state that one process needs, from the files that others have saved.
 
     What is not sharded is that of the first file.
     """
+    index, is_own = files[0].layout, own is None and len(files) == 1
+    saved = files[0].shards(0, len(files)) if len(files) > 1 else None
+    divided = _find_divided(index, saved, own, len(files))
+    layouts = list(index.layouts)
+    for number, (_, division, extent) in divided.items():
+        layouts[number] = TensorLayout(layouts[number].dtype, division.part_shape(extent))
+    tensors = [torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in layouts]
+    unused = set() if is_own else index.numbers_below(PREVIOUS_GRADIENT)
+    targets = [
+        (index.offsets[number], tree.memory_of(tensor))
+        for number, tensor in enumerate(tensors)
+        if number not in divided and number not in unused
+    ]
+    for process, file in enumerate(files):
+        expected = None if saved is None else replace(saved, process=process)
+        for number, (keys, division, extent) in divided.items():
+            targets += _shard_of(file, expected, keys, division, extent, tensors[number])
+        file.read_into(targets)
+        targets = []
+    state: Tree = tree.unflatten(index.with_layouts(layouts), tensors)
+    return state
 
-    def __init__(self, files: Sequence[_File], own: Shards | None) -> None:
-        self._files = files
-        self._own = own
-        self._index = files[0].index
-        self._saved = files[0].shards(0, len(files)) if len(files) > 1 else None
-        self._divided = self._find_divided()
 
-    def _find_divided(self) -> dict[int, tuple[tuple[str | int, ...], Division, Extent]]:
-        """Return, by number, the place of each tensor that is divided, how, and the part that is needed."""
-        count = len(self._files)
-        found: dict[int, tuple[tuple[str | int, ...], Division, Extent]] = {}
-        uses: dict[int, int] = {}
-        for path, number in self._index.numbers.items():
-            layout = self._index.layouts[number]
-            mine = self._own.division_of(path) if self._own is not None else None
-            division = self._saved.division_of(path) if self._saved is not None else mine
-            if division is None or layout.shape != division.part_shape(division.extent(0, count)):
-                continue
+def _find_divided(
+    index: TensorIndex, saved: Shards | None, own: Shards | None, count: int
+) -> dict[int, tuple[Keys, Division, Extent]]:
+    """Return, by number, the place of each tensor that is divided, how, and the part that is needed."""
+    found: dict[int, tuple[Keys, Division, Extent]] = {}
+    uses: Counter[int] = Counter()
+    for keys, number in index.numbers.items():
+        mine = own.division_of(keys) if own is not None else None
+        division = saved.division_of(keys) if saved is not None else mine
+        if division is None or index.layouts[number].shape != division.part_shape(division.extent(0, count)):
+            continue
+        extent = division.whole
+        if own is not None and mine is not None and mine.is_along(division):
+            extent = mine.extent(own.process, own.count)
+        if number in found and found[number][1:] != (division, extent):
             extent = division.whole
-            if self._own is not None and mine is not None and mine.is_along(division):
-                extent = mine.extent(self._own.process, self._own.count)
-            before = found.get(number)
-            if before is not None and before[1:] != (division, extent):
-                extent = division.whole
-            found[number] = path, division, extent
-            uses[number] = uses.get(number, 0) + 1
-        for number, (path, division, _) in found.items():
-            if uses[number] != self._index.uses[number]:
-                # Another object of the program has it, too.
-                found[number] = path, division, division.whole
-        return found
+        found[number] = keys, division, extent
+        uses[number] += 1
+    for number, (keys, division, _) in found.items():
+        if uses[number] != index.uses[number]:
+            # Another object of the program has it, too.
+            found[number] = keys, division, division.whole
+    return found
 
-    def read(self) -> Tree:
-        index, divided = self._index, self._divided
-        layouts = list(index.layouts)
-        for number, (_, division, extent) in divided.items():
-            layouts[number] = TensorLayout(layouts[number].dtype, division.part_shape(extent))
-        tensors = [torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in layouts]
-        is_own = self._own is None and len(self._files) == 1
-        unused = set() if is_own else index.numbers_below(PREVIOUS_GRADIENT)
-        whole = [number for number in range(len(layouts)) if number not in divided and number not in unused]
-        targets = [
-            _Target(self._files[0].layout.offsets[number], tree.memory_of(tensors[number]))
-            for number in whole
-            if tensors[number].numel()
-        ]
-        for process, file in enumerate(self._files):
-            file.read_into([*targets, *self._shards_of(process, file, tensors)])
-            targets = []
-        state: Tree = tree.unflatten(index.with_layouts(layouts), tensors)
-        return state
 
-    def _shards_of(self, process: int, file: _File, tensors: Sequence[Tensor]) -> Iterator[_Target]:
-        """Yield what is read from the file of a process. Without anything, not even its header is read."""
-        count = len(self._files)
-        for number, (path, division, extent) in self._divided.items():
-            if process >= division.pieces(count):
-                continue  # It has a copy of what an earlier process has.
-            source = division.extent(process, count)
-            ranges = list(division.ranges(source, extent, tensors[number].dtype.itemsize))
-            if not ranges:
-                continue
-            expected = None if self._saved is None else replace(self._saved, process=process)
-            if process and file.shards(process, count) != expected:
-                raise DamagedError(f"{file.path} is damaged: its shards are not those of the first file")
-            place = file.index.numbers.get(path, -1)
-            found = file.index.layouts[place] if place >= 0 else None
-            if found != TensorLayout(tensors[number].dtype, division.part_shape(source)):
-                raise DamagedError(
-                    f"{file.path} is damaged: it has no shard of {'.'.join(map(str, path))}, or another one"
-                )
-            offset, memory = file.layout.offsets[place], tree.memory_of(tensors[number])
-            for position, target, length in ranges:
-                yield _Target(offset + position, memory[target : target + length])
+def _shard_of(
+    file: _File, expected: Shards | None, keys: Keys, division: Division, needed: Extent, tensor: Tensor
+) -> Iterator[_Target]:
+    """Yield what is read of a divided tensor from the file of a process, without its header if nothing is."""
+    process, count = (0, 1) if expected is None else (expected.process, expected.count)
+    if process >= division.pieces(count):
+        return  # It has a copy of what an earlier process has.
+    source = division.extent(process, count)
+    ranges = list(division.ranges(source, needed, tensor.dtype.itemsize))
+    if not ranges:
+        return
+    if process and file.shards(process, count) != expected:
+        raise DamagedError(f"{file.path} is damaged: its shards are not those of the first file")
+    number = file.layout.numbers.get(keys, -1)
+    found = file.layout.layouts[number] if number >= 0 else None
+    if found != TensorLayout(tensor.dtype, division.part_shape(source)):
+        raise DamagedError(
+            f"{file.path} is damaged: it has no shard of {'.'.join(map(str, keys))}, or another one"
+        )
+    offset, memory = file.layout.offsets[number], tree.memory_of(tensor)
+    for position, target, length in ranges:
+        yield offset + position, memory[target : target + length]
 
 
 class _File:
@@ -576,28 +552,26 @@ class _File:
         self.path = storage.path(file.state)
 
     @cached_property
-    def layout(self) -> StateFileLayout:
-        """Where its tensors are. Read once."""
+    def layout(self) -> StateLayout:
+        """Where its tensors are, in the file and in the state. Read once."""
         header = self._read_verified(0)
         try:
             layout = read_layout(header)
         except InvalidSpecError as error:
             raise DamagedError(f"{self.path} is damaged: {error}") from error
-        expected = len(layout.header) + layout.data_bytes
-        if self._file.bytes != expected or self._file.header_bytes != len(layout.header):
+        file = self._file
+        if (file.bytes, file.header_bytes) != (layout.file_bytes, len(layout.header)):
             raise DamagedError(
-                f"{self.path} is damaged: its tensors need {expected} bytes, not {self._file.bytes}"
+                f"{self.path} is damaged: its tensors need {layout.file_bytes} bytes, not {file.bytes}"
             )
+        parts = -(-layout.data_bytes // self._chunk_bytes)
+        if len(file.sha256) != parts + 1:
+            raise DamagedError(f"{self.path} is damaged: its manifest has {len(file.sha256)} checksums")
         return layout
 
     @cached_property
-    def index(self) -> TensorIndex:
-        """The places of its tensors in the state."""
-        return TensorIndex(self.layout.spec)
-
-    @cached_property
     def _described(self) -> Shards:
-        return Shards.from_state(self.index.value(KEY))
+        return Shards.from_state(self.layout.value(KEY))
 
     def shards(self, process: int, count: int) -> Shards:
         """Return what it describes as its shards."""
@@ -610,53 +584,24 @@ class _File:
         return found
 
     def read_into(self, targets: Iterable[_Target]) -> None:
-        """Read bytes, in parts that are verified one by one."""
-        waiting = deque(sorted(targets, key=lambda target: target.offset))
-        if not waiting:
-            return
-        needed = sorted(
-            {
-                index
-                for target in waiting
-                for index in range(
-                    target.offset // self._chunk_bytes, (target.end - 1) // self._chunk_bytes + 1
-                )
-            }
-        )
-        for start, content in self._verified_chunks(needed):
-            end = start + len(content)
-            while waiting and waiting[0].end <= start:
-                waiting.popleft()
-            for target in waiting:
-                if target.offset >= end:
-                    break
-                begin, stop = max(target.offset, start), min(target.end, end)
-                target.memory[begin - target.offset : stop - target.offset] = content[
-                    begin - start : stop - start
-                ]
+        """Read bytes, several parts at the same time, which are verified one by one."""
+        needed: dict[int, list[_Target]] = defaultdict(list)
+        """By the number of a part, where in it bytes begin, and their memory."""
+        for offset, memory in targets:
+            while memory:
+                index, position = divmod(offset, self._chunk_bytes)
+                memory_in_part = memory[: self._chunk_bytes - position]
+                needed[index].append((position, memory_in_part))
+                offset, memory = offset + len(memory_in_part), memory[len(memory_in_part) :]
 
-    def _verified_chunks(self, indices: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Read and verify several parts at the same time; return their positions and contents in order."""
-        layout = self.layout
+        def read(index: int) -> None:
+            content = memoryview(self._read_verified(index + 1))
+            for position, memory in needed[index]:
+                memory[:] = content[position : position + len(memory)]
 
-        def read(index: int) -> tuple[int, bytes]:
-            return index * self._chunk_bytes, self._read_verified(index + 1)
-
-        count = -(-layout.data_bytes // self._chunk_bytes)
-        if len(self._file.sha256) != count + 1:
-            raise DamagedError(f"{self.path} is damaged: its manifest has {len(self._file.sha256)} checksums")
-        pending: deque[Future[tuple[int, bytes]]] = deque()
         with ThreadPoolExecutor(_PARALLEL_READS, thread_name_prefix="adascale-read") as pool:
-            try:
-                for index in indices:
-                    pending.append(pool.submit(read, index))
-                    if len(pending) > _PARALLEL_READS:
-                        yield pending.popleft().result()
-                while pending:
-                    yield pending.popleft().result()
-            finally:
-                for future in pending:
-                    future.cancel()
+            # In order, so that the first damage is reported. Parts after it are not read.
+            deque(pool.map(read, sorted(needed)), maxlen=0)
 
     def _read_verified(self, index: int) -> bytes:
         """Return the header (index 0) or a part of the file."""

@@ -203,7 +203,7 @@ class CheckpointStore:
         except StorageError as error:
             remedy = "Check that the storage can be reached and written, or use another one"
             if isinstance(error, StorageFullError):
-                mebibytes = -(-sum(self.processes.each(lambda: _file_bytes(snapshot))) // 2**20)
+                mebibytes = -(-sum(self.processes.each(lambda: snapshot.layout.file_bytes)) // 2**20)
                 remedy = (
                     f"Free {mebibytes:,} MiB: there must be space for three checkpoints, two of which stay"
                 )
@@ -288,9 +288,8 @@ class CheckpointStore:
                     raise WriteCancelledError
                 yield from _digested(part, digests)
 
-        size = _file_bytes(snapshot)
-        self.storage.write(name, parts(), size=size)
-        return StateFile(name, size, len(layout.header), digests)
+        self.storage.write(name, parts(), size=layout.file_bytes)
+        return StateFile(name, layout.file_bytes, len(layout.header), digests)
 
     def _delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -526,10 +525,6 @@ def _is_later(manifest: Manifest, info: CheckpointInfo) -> bool:
     """Whether a checkpoint is of the same generation as `info`, and of a later step."""
     same = (manifest.incarnation, manifest.generation) == (info.incarnation, info.generation)
     return same and info.generation > 0 and manifest.step > info.step
-
-
-def _file_bytes(snapshot: Snapshot) -> int:
-    return len(snapshot.layout.header) + snapshot.layout.data_bytes
 
 
 def _digested(part: Part, digests: list[str]) -> Iterator[Part]:
