@@ -34,7 +34,7 @@ from adascale_core.messages.allocation import Member
 from adascale_storage.folder import Folder
 from adascale_worker.agent import snapshots
 from adascale_worker.agent.snapshots import Snapshots, SnapshotTransfers, make_snapshot_files
-from adascale_worker.process.snapshot_place import SnapshotPlace
+from adascale_worker.process.snapshot_place import SnapshotPlaces
 from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.state import SnapshotMemory
@@ -127,8 +127,8 @@ def measure_transfers(state: dict[str, Any]) -> list[float]:
     others = make_snapshot_files().split(":")
     received = SnapshotMemory(others)
     source = Member(0, "0.1", "127.0.0.1", 1, snapshot_port=sender.port)
-    places = [SnapshotPlace(path) for path in others]
-    transfers = SnapshotTransfers(source, places, lambda: "secret", lambda: None, lambda: math.inf)
+    places = SnapshotPlaces(others, lambda: math.inf)
+    transfers = SnapshotTransfers(source, places, lambda: "secret", lambda: None)
 
     def wait_for(step: int) -> None:
         while (kept := received.newest()) is None or kept.info.step < step:

@@ -16,6 +16,7 @@ from adascale_storage.folder import Folder
 from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.errors import CheckpointError
 from adascale_worker.process.resource_limits import unused_memory
+from adascale_worker.process.snapshot_place import Condition
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
@@ -167,9 +168,9 @@ def test_a_copy_that_was_being_restored_when_a_process_ended_is_not_used_again(p
     memory.save({"number": 2}, INFO, {})
     kept = memory.newest()
     assert kept is not None
-    memory.begin_restoring(kept)
+    kept.place.condition = Condition.RESTORING
     assert SnapshotMemory(paths).newest() is None
-    memory.end_restoring(kept)
+    kept.place.condition = Condition.VALID
     assert SnapshotMemory(paths).newest() is not None
 
 
@@ -212,7 +213,7 @@ def test_a_copy_that_is_too_short_is_an_error_and_an_unknown_one_is_none(paths: 
     kept = memory.newest()
     assert kept is not None
     os.truncate(next(path for path in paths if Path(path).stat().st_size), MIB)
-    with pytest.raises(CheckpointError, match="shorter"):
+    with pytest.raises(EOFError, match="shorter"):
         kept.read()
     for path in paths:
         Path(path).write_bytes(b"text")

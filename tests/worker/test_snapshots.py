@@ -17,7 +17,7 @@ import torch
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member
 from adascale_worker.agent import snapshots
 from adascale_worker.agent.snapshots import SnapshotChannel, Snapshots
-from adascale_worker.process.snapshot_place import SnapshotPlace
+from adascale_worker.process.snapshot_place import Condition, SnapshotPlace
 from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
 from support.launch import free_port, wait_until
@@ -158,7 +158,7 @@ def test_a_copy_whose_restoring_process_has_ended_is_not_sent(agents: tuple[Agen
     source.save((100, 3, 9))
     kept = source.memory.newest()
     assert kept is not None
-    source.memory.begin_restoring(kept)
+    kept.place.condition = Condition.RESTORING
     spare.follow(source.snapshots.port)
     spare.finish()
     assert spare.number is None
@@ -172,7 +172,7 @@ def test_a_copy_is_not_received_again_after_the_process_that_restored_it_has_end
         agent.save((100, 3, 9))
     kept = spare.memory.newest()
     assert kept is not None
-    spare.memory.begin_restoring(kept)
+    kept.place.condition = Condition.RESTORING
     spare.follow(source.snapshots.port)
     spare.finish()
     assert spare.number is None

@@ -17,20 +17,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from adascale_core.messages.allocation import ActiveAllocation, AllocationView, Member
 from adascale_core.names import SNAPSHOT_FILE
 from adascale_core.rendezvous.instruction import others_keep_state, snapshot_source
 from adascale_worker.process.environment import listen, package_version
 from adascale_worker.process.resource_limits import unused_memory
-from adascale_worker.process.snapshot_place import (
-    Condition,
-    SnapshotPlace,
-    StateNumber,
-    lack_of_memory,
-    newest,
-)
+from adascale_worker.process.snapshot_place import Condition, SnapshotPlaces, StateNumber
 
 CHUNK_BYTES: Final = 1 << 20
 """Length of the parts in which a copy is read, sent and received."""
@@ -62,8 +56,10 @@ class SnapshotChannel:
         self._key = key.encode()
         self._question = ""
 
-    def close(self) -> None:
-        """Read nothing more."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._reader.close()
 
     def accept(self) -> StateNumber | None:
@@ -157,16 +153,14 @@ class SnapshotTransfers:
     def __init__(
         self,
         source: Member,
-        places: Sequence[SnapshotPlace],
+        places: SnapshotPlaces,
         key: Callable[[], str],
         on_change: Callable[[], None],  # called in the thread when nothing is copied any more
-        available: Callable[[], float],
     ) -> None:
         self.source = source
         self._places = places
         self._key = key
         self._on_change = on_change
-        self._available = available
         self._has_ended = False
         self._last = threading.Event()
         """Set when the next transfer is the last one."""
@@ -229,26 +223,19 @@ class SnapshotTransfers:
         address = self.source.address, self.source.snapshot_port
         with socket.create_connection(address, CONNECT_TIMEOUT) as connection:
             self._connection = connection
-            with contextlib.closing(SnapshotChannel(connection, self._key())) as channel:
-                copy = channel.request(newest(self._places).state)
+            with SnapshotChannel(connection, self._key()) as channel:
+                copy = channel.request(self._places.newest_place.state)
                 with self._writing:
-                    return "" if copy is None or self._stopped else self._receive(channel, *copy)
-
-    def _receive(
-        self, channel: SnapshotChannel, data_bytes: int, document_bytes: int, state: StateNumber
-    ) -> str:
-        length = data_bytes + document_bytes
-        if lack := lack_of_memory(self._places, length, self._available()):
-            if not self._last.is_set():
-                for place in self._places:
-                    place.release()
-            return lack
-        place = min(self._places, key=lambda place: place.number)
-        with place.locked(exclusively=True) as is_free:
-            if not is_free:
-                raise ConnectionError("the memory of this agent is in use")
-            number = newest(self._places).number + 1
-            place.write(number, state, channel.receive_content(length), document_bytes)
+                    if copy is None or self._stopped:
+                        return ""
+                    data_bytes, document_bytes, state = copy
+                    length = data_bytes + document_bytes
+                    if lack := self._places.lack_of_memory(length):
+                        if not self._last.is_set():
+                            self._places.release()
+                        return lack
+                    if not self._places.write(state, channel.receive_content(length), document_bytes):
+                        raise ConnectionError("the memory of this agent is in use")
         return ""
 
     def _report(self, reason: str) -> None:
@@ -307,11 +294,10 @@ class Snapshots:
         self._replica = replica
         self._key = key
         self._on_change = on_change
-        self._available = available
         self.files = make_snapshot_files()
         """The paths of the files with the copies, separated by colons; empty without files."""
         paths = self.files.split(":") if self.files else []
-        self._places = [SnapshotPlace(path) for path in paths]
+        self._places = SnapshotPlaces(paths, available)
         self.port = 0
         """The port at which the agents of other replicas get copies; 0 without copies."""
         self._transfers: SnapshotTransfers | None = None
@@ -319,27 +305,22 @@ class Snapshots:
             self._listener = listen(address)
             self._listener.setblocking(True)
             self.port = self._listener.getsockname()[1]
-            self._sent = [SnapshotPlace(path) for path in paths]  # with locks of their own
+            self._sent = SnapshotPlaces(paths)  # with locks of their own
             threading.Thread(target=self._serve, name="adascale-snapshots", daemon=True).start()
 
     def follow(self, view: AllocationView) -> None:
         """Copy the state of the only member from now on, while the own trainer waits for a generation."""
-        if not self._places or (view.active is not None and self._replica in view.active.indices):
+        if not self.files or (view.active is not None and self._replica in view.active.indices):
             return
         if others_keep_state(view, self._replica):
             self._stop()
-            for place in self._places:
-                with place.locked(exclusively=True) as is_free:
-                    if is_free and place.used:
-                        place.release()
+            self._places.release_unlocked()
             return
         source = snapshot_source(view, self._replica)
         if self._transfers is None or self._transfers.source != source:
             self._stop()
             if source is not None:
-                self._transfers = SnapshotTransfers(
-                    source, self._places, self._key, self._on_change, self._available
-                )
+                self._transfers = SnapshotTransfers(source, self._places, self._key, self._on_change)
 
     def is_ready(self, active: ActiveAllocation) -> bool:
         """Whether the own trainer can be assigned to this generation: nothing is written from then on.
@@ -370,9 +351,9 @@ class Snapshots:
                 continue
             # What another process sends ends its connection only.
             with (
-                contextlib.suppress(OSError, ValueError, TypeError, KeyError),
+                contextlib.suppress(OSError, ValueError, TypeError, KeyError, EOFError),
                 connection,
-                contextlib.closing(SnapshotChannel(connection, self._key())) as channel,
+                SnapshotChannel(connection, self._key()) as channel,
             ):
                 self._answer(channel, channel.accept())
 
@@ -382,7 +363,7 @@ class Snapshots:
         Each part is copied first, because the place may be written again before the other end has received
         it.
         """
-        place = newest(self._sent)
+        place = self._sent.newest_place
         number = place.number
         with place.locked(exclusively=False) as is_complete:
             state, is_valid = place.state, place.condition is Condition.VALID and place.number == number
@@ -391,10 +372,8 @@ class Snapshots:
                 return
             length = sum(place.lengths)
             channel.answer((*place.lengths, state))
-            memory, position = memoryview(bytearray(min(length, CHUNK_BYTES))), 0
-            while position < length:
-                count = place.read_into(memory[: length - position], position)
-                if not count:
-                    raise ConnectionError("the copy was deleted")
-                channel.send_content(memory[:count])
-                position += count
+            memory = memoryview(bytearray(min(length, CHUNK_BYTES)))
+            for position in range(0, length, CHUNK_BYTES):
+                part = memory[: length - position]
+                place.read_into(part, position)
+                channel.send_content(part)

@@ -15,10 +15,12 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Final
+
+from adascale_worker.process.resource_limits import unused_memory
 
 _HEADER: Final = struct.Struct("<6Q")
 _HEADER_START: Final = 8
@@ -117,9 +119,13 @@ class SnapshotPlace:
         os.pwrite(self._descriptor, header, _HEADER_START)
         self.condition = Condition.VALID
 
-    def read_into(self, memory: memoryview, position: int) -> int:
-        """Read the content from a position on, and return how many bytes there were."""
-        return os.preadv(self._descriptor, [memory], _CONTENT_START + position)
+    def read_into(self, memory: memoryview, position: int) -> None:
+        """Fill memory with the content from a position on. Raises EOFError if there is less."""
+        while memory.nbytes:
+            count = os.preadv(self._descriptor, [memory], _CONTENT_START + position)
+            if not count:
+                raise EOFError("it is shorter than it was when it was written")
+            position, memory = position + count, memory[count:]
 
     def read_document(self) -> bytes:
         """Return the document of the copy."""
@@ -132,22 +138,64 @@ class SnapshotPlace:
         os.ftruncate(self._descriptor, 0)
 
 
-def newest(places: Sequence[SnapshotPlace]) -> SnapshotPlace:
-    """Return the place that was written last."""
-    return max(places, key=lambda place: place.number)
+class SnapshotPlaces:
+    """The places of an agent, as one process uses them. A copy is written over the older one of two."""
 
+    def __init__(self, paths: Iterable[str], available: Callable[[], float] = unused_memory) -> None:
+        self._places = [SnapshotPlace(path) for path in paths]
+        self._available = available
 
-def lack_of_memory(places: Sequence[SnapshotPlace], content_bytes: int, available: float) -> str:
-    """Return how much memory is missing for copies in these places, for a message; empty if nothing is."""
-    needed = _CONTENT_START + content_bytes
-    growth = sum(max(needed - place.used, 0) for place in places)
-    required = growth / LARGEST_PART + needed * MARGIN
-    if available >= required:
-        return ""
-    return (
-        f"the state has {_mebibytes(needed)}, and two copies need {_mebibytes(required)} of free "
-        f"memory, of which {_mebibytes(available)} are left"
-    )
+    @property
+    def newest_place(self) -> SnapshotPlace:
+        """The place that was written last."""
+        return max(self._places, key=lambda place: place.number)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is a copy, or an incomplete one."""
+        return any(place.used for place in self._places)
+
+    def lack_of_memory(self, content_bytes: int) -> str:
+        """Return how much memory is missing for copies of a size, for a message; empty if nothing is."""
+        needed, available = _CONTENT_START + content_bytes, self._available()
+        growth = sum(max(needed - place.used, 0) for place in self._places)
+        required = growth / LARGEST_PART + needed * MARGIN
+        if available >= required:
+            return ""
+        return (
+            f"the state has {_mebibytes(needed)}, and two copies need {_mebibytes(required)} of free "
+            f"memory, of which {_mebibytes(available)} are left"
+        )
+
+    def write(
+        self,
+        state: StateNumber,
+        content: Iterable[memoryview],
+        document_bytes: int,
+        *,
+        may_replace_newest: bool = False,  # if the older one is locked
+    ) -> bool:
+        """Write a copy in place of the older one, and return whether a place could be locked for it."""
+        number = self.newest_place.number + 1
+        older_first = sorted(self._places, key=lambda place: place.number)
+        for place in older_first if may_replace_newest else older_first[:1]:
+            with place.locked(exclusively=True) as is_free:
+                if is_free:
+                    place.write(number, state, content, document_bytes)
+                    return True
+        return False
+
+    def release(self) -> None:
+        """Delete all copies, and return the memory to the system."""
+        for place in self._places:
+            place.release()
+
+    def release_unlocked(self) -> None:
+        """Delete the copies that are not being sent."""
+        for place in self._places:
+            with place.locked(exclusively=True) as is_free:
+                if is_free and place.used:
+                    place.release()
 
 
 def _mebibytes(count: float) -> str:

@@ -25,12 +25,7 @@ from adascale_worker.errors import CheckpointError, NonFiniteWeightsError, Unusa
 from adascale_worker.membership.links import PeersLostError, StateNumber
 from adascale_worker.process.environment import package_version
 from adascale_worker.process.resource_limits import unused_memory
-from adascale_worker.process.snapshot_place import (
-    Condition,
-    SnapshotPlace,
-    lack_of_memory,
-    newest,
-)
+from adascale_worker.process.snapshot_place import Condition, SnapshotPlace, SnapshotPlaces
 from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.scaling.statistics.norms import local_shard
@@ -70,11 +65,16 @@ class KeptSnapshot:
 
     def read(self) -> Tree:
         """Return the state. Its tensors are copies."""
-        state: Tree = tree.unflatten(self.spec, _read_tensors(self.place, tree.layouts(self.spec)))
+        tensors, position = [], 0
+        for layout in tree.layouts(self.spec):
+            tensors.append(torch.empty(layout.shape, dtype=layout.dtype, device="cpu"))
+            self.place.read_into(tree.memory_of(tensors[-1]), position)
+            position += layout.bytes
+        state: Tree = tree.unflatten(self.spec, tensors)
         return state
 
 
-class SnapshotMemory:
+class SnapshotMemory(SnapshotPlaces):
     """Memory for copies of the state that outlives this process: two files without a name of the agent.
 
     A copy is written over the older one, so a process that is killed while it writes leaves the one before.
@@ -82,10 +82,9 @@ class SnapshotMemory:
     """
 
     def __init__(self, paths: Sequence[str], available: Callable[[], float] = unused_memory) -> None:
-        self._available = available
         try:
             foreign = next((path for path in paths if not str(Path(path).readlink()).startswith(_LINK)), None)
-            self._places = [] if foreign else [SnapshotPlace(path) for path in paths]
+            super().__init__([] if foreign else paths, available)
         except OSError as error:
             raise CheckpointError(
                 f"the memory of the agent cannot be opened ({error.strerror}): this program runs in another "
@@ -107,19 +106,14 @@ class SnapshotMemory:
         described = {"version": package_version(), "info": asdict(info), "result": result}
         document = json.dumps(described).encode("ascii") + b"\n" + spec
         length = sum(tensor.nbytes for tensor in tensors) + len(document)
-        if lack := lack_of_memory(self._places, length, self._available()):
+        if lack := self.lack_of_memory(length):
             raise CheckpointError(lack)
-        number = newest(self._places).number + 1
-        for place in sorted(self._places, key=lambda place: place.number):
-            with place.locked(exclusively=True) as is_free:
-                if is_free:
-                    content = chain(map(tree.memory_of, tensors), [memoryview(document)])
-                    place.write(number, number_of(info), content, len(document))
-                    return
+        content = chain(map(tree.memory_of, tensors), [memoryview(document)])
+        self.write(number_of(info), content, len(document), may_replace_newest=True)
 
     def newest(self) -> KeptSnapshot | None:
         """Return the newest copy. None if there is none, or if a process has ended while it restored it."""
-        place = newest(self._places)
+        place = self.newest_place
         if place.condition is not Condition.VALID:
             return None
         text, spec = place.read_document().split(b"\n", 1)
@@ -127,39 +121,6 @@ class SnapshotMemory:
         if described["version"] != package_version():
             return None
         return KeptSnapshot(CheckpointInfo(**described["info"]), described["result"], spec, place)
-
-    def begin_restoring(self, snapshot: KeptSnapshot) -> None:
-        """Mark a copy as one that is being restored."""
-        snapshot.place.condition = Condition.RESTORING
-
-    def end_restoring(self, snapshot: KeptSnapshot) -> None:
-        """Mark a copy as one that could be restored."""
-        snapshot.place.condition = Condition.VALID
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether there is a copy, or an incomplete one."""
-        return any(place.used for place in self._places)
-
-    def release(self) -> None:
-        """Delete all copies, and return the memory to the system."""
-        for place in self._places:
-            place.release()
-
-
-def _read_tensors(place: SnapshotPlace, layouts: Sequence[tree.TensorLayout]) -> list[Tensor]:
-    """Return the tensors of a copy in new memory."""
-    tensors, position = [], 0
-    for layout in layouts:
-        tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
-        memory = tree.memory_of(tensor)
-        while memory:
-            count = place.read_into(memory, position)
-            if not count:
-                raise CheckpointError("it is shorter than it was when it was written")
-            position, memory = position + count, memory[count:]
-        tensors.append(tensor)
-    return tensors
 
 
 SNAPSHOT_SHARE = 0.02
@@ -397,7 +358,7 @@ class State:
         if state is None and kept is not None:
             try:
                 return kept.read()
-            except CheckpointError as error:
+            except (CheckpointError, EOFError) as error:
                 _print_unusable_copy(error)
                 state = self._checkpointing.load(self._shards, wait=wait)
         self._kept = None
@@ -415,7 +376,7 @@ class State:
         if kept is None or self._memory is None:
             self.load_state_dict(state)
             return
-        self._memory.begin_restoring(kept)
+        kept.place.condition = Condition.RESTORING
         try:
             self.load_state_dict(state)
         except AdaScaleError as error:
@@ -427,7 +388,7 @@ class State:
                 raise
             self.load_state_dict(checkpoint)
             return
-        self._memory.end_restoring(kept)
+        kept.place.condition = Condition.VALID
         self._checkpointing.keep_result(kept.result)
         print(
             f"adascale: training continues after step {kept.info.step}, with the state that the agent has "
@@ -579,7 +540,7 @@ class State:
         self.load_state_dict(state)
 
 
-def _print_unusable_copy(error: AdaScaleError) -> None:
+def _print_unusable_copy(error: Exception) -> None:
     print(f"adascale: the state that the agent has kept in memory cannot be used: {error}", flush=True)
 
 
