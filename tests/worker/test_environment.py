@@ -11,6 +11,7 @@ from adascale_client.transport import Transport
 from adascale_worker.agent.trainer_process import TrainerSocket
 from adascale_worker.errors import EnvironmentVariableError
 from adascale_worker.process.environment import (
+    AgentAccess,
     JobSettings,
     RankAssignment,
     apply_settings,
@@ -21,7 +22,7 @@ from adascale_worker.process.environment import (
     read_service,
     read_termination_grace,
     read_termination_log,
-    take_agent_channel,
+    take_agent_access,
 )
 
 
@@ -119,7 +120,7 @@ def test_the_agent_is_connected_to_once_and_the_connection_not_inherited() -> No
     waiting = TrainerSocket()
     environ = {"ADASCALE_AGENT_SOCKET": waiting.path}
     try:
-        channel = take_agent_channel(environ)
+        channel = take_agent_access(environ).channel
         assert channel is not None
         with channel:
             assert not channel.get_inheritable()
@@ -128,7 +129,7 @@ def test_the_agent_is_connected_to_once_and_the_connection_not_inherited() -> No
             accepted.close()
     finally:
         waiting.close()
-    assert take_agent_channel(environ) is None
+    assert take_agent_access(environ) == AgentAccess(snapshot_files=[])
     assert not Path(waiting.path).parent.exists()
 
 
@@ -136,7 +137,7 @@ def test_an_agent_that_does_not_answer_is_an_error_with_its_cause() -> None:
     waiting = TrainerSocket()
     waiting.close()
     with pytest.raises(EnvironmentVariableError, match=r"No such file or directory.* where its agent runs"):
-        take_agent_channel({"ADASCALE_AGENT_SOCKET": waiting.path})
+        take_agent_access({"ADASCALE_AGENT_SOCKET": waiting.path})
 
 
 def test_several_processes_of_another_launcher_are_refused() -> None:

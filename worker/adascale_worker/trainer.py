@@ -15,7 +15,6 @@ by hand, it works the same without a service.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
@@ -165,19 +164,15 @@ class ElasticTrainer:
             max_gain=max_gain,
             train_samples=train_samples,
         )
-        channel: socket.socket | None = None
+        agent = environment.AgentAccess()
         try:
-            channel = environment.take_agent_channel(os.environ)
-            store = environment.take_replica_store(os.environ)
-            snapshot_files = environment.take_snapshot_files(os.environ)
+            agent = environment.take_agent_access(os.environ)
             made = make_tracker(tracker)
-            self._replica = Replica(
-                arguments, channel, store, snapshot_files, device, seed, self._process_exit, made
-            )
+            self._replica = Replica(arguments, agent, device, seed, self._process_exit, made)
         except AdaScaleError as error:
-            if channel is not None:
+            if agent.channel is not None:
                 # A launcher in between may hide the exit code.
-                AgentChannel(channel).send(Exiting(exit_code(error)))
+                AgentChannel(agent.channel).send(Exiting(exit_code(error)))
             self._process_exit.install()
             raise
         self.device = self._replica.device

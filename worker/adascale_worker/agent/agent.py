@@ -8,13 +8,15 @@ import os
 import queue
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from adascale_client import MetricsServiceClient, ServiceUnreachableError
+from adascale_client import ServiceUnreachableError
+from adascale_core import names
 from adascale_core.failures import (
     EXIT_CHECK_FAILED,
     EXIT_COMMAND_NOT_FOUND,
@@ -31,25 +33,20 @@ from adascale_core.messages.allocation import ActiveAllocation, Allocation, Allo
 from adascale_core.messages.channel import Assignment, Hold, Release, Terminate
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.replica_seconds import Cause
-from adascale_core.names import (
-    ENV_ADDRESS,
-    ENV_API_URL,
-    ENV_GENERATION,
-    ENV_JOINS_OTHERS,
-    ENV_RANK,
-    ENV_REPLICAS,
-    ENV_SNAPSHOT_FILES,
-    LAUNCHER_VARIABLES,
-    LEAVE_GRACE,
-)
 from adascale_core.rendezvous.instruction import Instruction, instruction, is_taken_for_lost
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.link_check import LinkCheck
 from adascale_worker.agent.replica_time import ReplicaTime
 from adascale_worker.agent.snapshots import Snapshots
+from adascale_worker.agent.trainer_environment import interface_variables, thread_variables
 from adascale_worker.agent.trainer_process import TrainerProcess, TrainerStatus, reap_orphans
-from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
-from adascale_worker.process.environment import package_version, read_processes
+from adascale_worker.errors import (
+    EnvironmentVariableError,
+    ReplicaCheckError,
+    ReplicaRefusedError,
+    WorkerError,
+)
+from adascale_worker.process import environment
 
 RESCALE_GRACE = 600.0
 """Seconds that a trainer may take to reach the end of its step and leave a generation that is not broken."""
@@ -66,6 +63,9 @@ POLL_INTERVAL = 0.5
 """Seconds for which the agent waits for an event."""
 EXIT_REPORT_TIMEOUT = 3.0
 """Seconds that an agent which exits waits until the metrics service has its last registration."""
+
+REPORTED = ("generation", "step", "lost", "stepped", "stall", "accelerator", "local_bsz_limit")
+"""What an agent registers as its trainer has reported it."""
 
 
 class TerminationLog:
@@ -95,31 +95,33 @@ class Agent:
     """Runs the user's program as one replica of a job, in one generation after the other."""
 
     def __init__(
-        self,
-        client: MetricsServiceClient,
-        job_id: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        *,
-        replica: int,
-        address: str,
-        node: str,
-        service_timeout: float,
-        termination_grace: float,
-        termination_log: TerminationLog,
+        self, command: Sequence[str], environ: Mapping[str, str], termination_log: TerminationLog
     ) -> None:
-        self._service_timeout = service_timeout
-        self._termination_grace = termination_grace
+        service = environment.read_service(environ)
+        if service is None:
+            raise EnvironmentVariableError(
+                f"{names.ENV_API_URL} and {names.ENV_JOB_ID} are not set: an agent needs a metrics service. "
+                "Without one, run the program itself"
+            )
+        self._command = command
         self._termination_log = termination_log
-        self._command = list(command)
-        # The warnings of c10d about a lost connection have a page of stack frames each.
-        self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, ENV_ADDRESS: address}
+        self._service_timeout = environment.read_service_timeout(environ)
+        self._termination_grace = environment.read_termination_grace(environ)
+        self._replica = environment.read_replica(environ)
+        self._address = environ.get(names.ENV_ADDRESS, "127.0.0.1")
+        self._node = environ.get(names.ENV_NODE_NAME) or socket.gethostname()
+        self._environ = {
+            # The warnings of c10d about a lost connection have a page of stack frames each.
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **environ,
+            **interface_variables(self._address, environ),
+            **thread_variables(environ),
+            names.ENV_REPLICA: str(self._replica),
+            names.ENV_ADDRESS: self._address,
+        }
         # With the variables of a launcher, frameworks would start communication of their own.
-        for name in LAUNCHER_VARIABLES:
+        for name in names.LAUNCHER_VARIABLES:
             self._environ.pop(name, None)
-        self._replica = replica
-        self._address = address
-        self._node = node
         self._agent = secrets.token_hex(8)
         self._key = secrets.token_hex(16)
         # A SimpleQueue, unlike other locks, can be used in a signal handler.
@@ -128,11 +130,13 @@ class Agent:
         self._is_terminating = False
         """Whether the agent must exit, by SIGTERM, SIGINT, SIGHUP or the death of its parent."""
         self._time = ReplicaTime()
-        self._heartbeat = Heartbeat(client, job_id, self._notify, self._time.seconds)
+        self._heartbeat = Heartbeat(*service, self._notify, self._time.seconds)
         self._snapshots: Snapshots | None = None
-        if ENV_SNAPSHOT_FILES not in environ:
-            self._snapshots = Snapshots(replica, address, lambda: self._heartbeat.key, self._notify)
-            self._environ[ENV_SNAPSHOT_FILES] = self._snapshots.files
+        if names.ENV_SNAPSHOT_FILES not in environ:
+            self._snapshots = Snapshots(
+                self._replica, self._address, lambda: self._heartbeat.key, self._notify
+            )
+            self._environ[names.ENV_SNAPSHOT_FILES] = self._snapshots.files
         self._fruitless = 0
         """Trainers that were killed one after the other before they had finished a step."""
         self._restart_at = 0.0
@@ -146,7 +150,7 @@ class Agent:
         self._kill_at = math.inf
         """When the trainer is killed unless it has left its generation."""
         self._terminate_sent = False
-        self._link_check = LinkCheck(replica)
+        self._link_check = LinkCheck(self._replica)
         self._registered: Registration | None = None
 
     def run(self) -> int:
@@ -156,14 +160,13 @@ class Agent:
                 signal.signal(number, self._terminate)
         self._heartbeat.start()
         self._wait_for_service()
-        while True:
-            trainer = self._wait_for_start()
-            if trainer is None:
-                return self._exit_without_trainer()
-            code = self._wait_for_trainer(trainer)
-            exit_code = self._handle_exit(trainer, code)
+        while (trainer := self._wait_for_start()) is not None:
+            exit_code = self._handle_exit(trainer, self._wait_for_trainer(trainer))
             if exit_code is not None:
                 return exit_code
+        if self._view.complete:
+            return self._exit(None, ReplicaState.FINISHED, EXIT_FINISHED)
+        return self._exit(None, ReplicaState.TERMINATED, EXIT_REENTRY)
 
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
         self._is_terminating = True
@@ -189,8 +192,8 @@ class Agent:
             if time.monotonic() > deadline:
                 error = self._heartbeat.error or "the metrics service does not answer"
                 raise ServiceUnreachableError(
-                    f"{error}. No answer within {self._service_timeout:.0f} s: check {ENV_API_URL}, and "
-                    "that the service runs"
+                    f"{error}. No answer within {self._service_timeout:.0f} s: check {names.ENV_API_URL}, "
+                    "and that the service runs"
                 )
             self._wait()
 
@@ -224,26 +227,20 @@ class Agent:
             replica=self._replica,
             instance=self._instance,
             state=state,
-            generation=status.generation,
             address=self._address,
             port=status.port or 0,
             exit_code=code,
             log=log,
             # The service gives the next generation a greater number.
             assigned=max(self._assigned, status.saved),
-            step=status.step,
-            lost=status.lost,
-            stepped=status.stepped,
             rank=self._rank,
             replicas=self._assignment.replicas if self._assignment else None,
-            version=package_version(),
+            version=environment.package_version(),
             node=self._node,
             key=self._heartbeat.key or self._key,
-            stall=status.stall,
-            accelerator=status.accelerator,
-            local_bsz_limit=status.local_bsz_limit,
             snapshot_port=self._snapshots.port if self._snapshots is not None else 0,
             pid=trainer.pid if trainer is not None and code is None else 0,
+            **{name: getattr(status, name) for name in REPORTED},
         )
 
     def _register(self, registration: Registration) -> None:
@@ -268,11 +265,6 @@ class Agent:
             self._wait()
         return None
 
-    def _exit_without_trainer(self) -> int:
-        if self._view.complete:
-            return self._exit(None, ReplicaState.FINISHED, EXIT_FINISHED)
-        return self._exit(None, ReplicaState.TERMINATED, EXIT_REENTRY)
-
     def _start_trainer(self, desired: Allocation) -> TrainerProcess:
         self._trainers += 1
         self._time.follow(Cause.STARTING)
@@ -285,17 +277,17 @@ class Agent:
         may_be_spare = desired.spares > 0
         environ = {
             **self._environ,
-            ENV_RANK: str(self._replica),
-            ENV_REPLICAS: str(max(desired.replicas, self._replica + 1)),
-            ENV_GENERATION: "0",
-            ENV_JOINS_OTHERS: "1" if others_train or may_be_spare else "0",
+            names.ENV_RANK: str(self._replica),
+            names.ENV_REPLICAS: str(max(desired.replicas, self._replica + 1)),
+            names.ENV_GENERATION: "0",
+            names.ENV_JOINS_OTHERS: "1" if others_train or may_be_spare else "0",
         }
         try:
             return TrainerProcess(
                 self._command,
                 environ,
                 on_change=self._notify,
-                processes=read_processes(environ) or 1,
+                processes=environment.read_processes(environ) or 1,
             )
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
@@ -398,7 +390,7 @@ class Agent:
                 self._held = active.generation
                 trainer.send(Hold(active.generation))
                 if not self._is_terminating:
-                    self._kill_at = min(self._kill_at, now + LEAVE_GRACE)
+                    self._kill_at = min(self._kill_at, now + names.LEAVE_GRACE)
             case Instruction.RELEASE:
                 self._released = True
                 # With no members, nobody else keeps the state.
@@ -412,9 +404,9 @@ class Agent:
         assert rank is not None, "a trainer that takes part is assigned"
         self._assignment = allocation
         environ = {
-            ENV_RANK: str(rank),
-            ENV_REPLICAS: str(allocation.replicas),
-            ENV_GENERATION: str(allocation.generation),
+            names.ENV_RANK: str(rank),
+            names.ENV_REPLICAS: str(allocation.replicas),
+            names.ENV_GENERATION: str(allocation.generation),
             # The bounds of the job may have changed since this agent was started.
             **(allocation.spec.environment() if allocation.spec is not None else {}),
         }
@@ -549,7 +541,7 @@ def release_grace(*, was_lost: bool, last: bool) -> float:
     """
     if not was_lost:
         return RESCALE_GRACE
-    return LEAVE_GRACE if last else REPLACED_GRACE
+    return names.LEAVE_GRACE if last else REPLACED_GRACE
 
 
 def restart_delay(fruitless: int) -> float:

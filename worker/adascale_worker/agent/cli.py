@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
 from types import FrameType
 from typing import NoReturn
@@ -62,34 +61,11 @@ def _exit(_number: int, _frame: FrameType | None) -> NoReturn:
 def _run(command: list[str]) -> int:
     # Imported here, since signals must be handled before imports that take time.
     from adascale_worker.agent.agent import Agent, TerminationLog
-    from adascale_worker.agent.trainer_environment import interface_variables, thread_variables
-    from adascale_worker.errors import EnvironmentVariableError
-    from adascale_worker.process import environment
+    from adascale_worker.process.environment import read_termination_log
 
-    environ = os.environ
-    termination_log = TerminationLog(environment.read_termination_log(environ))
+    termination_log = TerminationLog(read_termination_log(os.environ))
     try:
-        service = environment.read_service(environ)
-        if service is None:
-            raise EnvironmentVariableError(
-                f"{names.ENV_API_URL} and {names.ENV_JOB_ID} are not set: an agent needs a metrics service. "
-                "Without one, run the program itself"
-            )
-        address = environ.get(names.ENV_ADDRESS, "127.0.0.1")
-        replica = environment.read_replica(environ)
-        of_trainers = {**environ, names.ENV_REPLICA: str(replica)}
-        agent = Agent(
-            *service,
-            command,
-            {**of_trainers, **interface_variables(address, environ), **thread_variables(environ)},
-            replica=replica,
-            address=address,
-            node=environ.get(names.ENV_NODE_NAME) or socket.gethostname(),
-            service_timeout=environment.read_service_timeout(environ),
-            termination_grace=environment.read_termination_grace(environ),
-            termination_log=termination_log,
-        )
-        return agent.run()
+        return Agent(command, os.environ, termination_log).run()
     except AdaScaleError as error:
         code = exit_code(error)
         termination_log.write(TerminationMessage(0, code, str(error)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -168,28 +167,25 @@ class Replica:
     def __init__(
         self,
         arguments: environment.JobSettings,
-        agent_socket: socket.socket | None,
-        replica_store: str | None,
-        snapshot_files: Sequence[str],
+        agent: environment.AgentAccess,
         device: torch.device | str | None,
         seed: int,
         process_exit: ProcessExit,
         tracker: Tracker | None,
     ) -> None:
         environ = os.environ
-        has_agent = agent_socket is not None or replica_store is not None
-        assignment = environment.read_assignment(environ, has_agent=has_agent)
+        assignment = environment.read_assignment(environ, has_agent=agent.exists)
         processes = assignment.processes
         self.device = select_device(device, assignment.local_rank)
-        if agent_socket is not None and self.device.type == "cuda" and processes is None:
+        if agent.channel is not None and self.device.type == "cuda" and processes is None:
             unused = describe_unused_gpus(torch.cuda.device_count())
             if unused is not None:
                 print(f"adascale: {unused}", file=sys.stderr, flush=True)
         self.accelerator = environment.read_accelerator(environ) or kind_of(self.device)
         """The type of accelerator, under which measurements are stored."""
-        timeout = environment.read_peer_timeout(environ) if has_agent else math.inf
+        timeout = environment.read_peer_timeout(environ) if agent.exists else math.inf
         own = None if processes is None else ReplicaProcesses(assignment.process, processes, self.device)
-        self.group = ReplicaGroup(assignment, self.device, own, is_elastic=has_agent, peer_timeout=timeout)
+        self.group = ReplicaGroup(assignment, self.device, own, is_elastic=agent.exists, peer_timeout=timeout)
         if type(seed) is not int or not -(2**63) <= seed < 2**64:
             raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
         self.seed = seed
@@ -197,10 +193,10 @@ class Replica:
         self.planner = BatchPlanner(settings.bounds, self.group, settings.efficiency)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if not has_agent:
+        if not agent.exists:
             self.group.form_from_environment()
         elif self.group.has_mesh:
-            self.group.form_replica_at(replica_store)
+            self.group.form_replica_at(agent.replica_store)
         self.progress = TrainingProgress(counts_samples=settings.train_samples is not None)
         self.shutdown_request, self.process_exit = ShutdownRequest(), process_exit
         incarnation = environment.read_incarnation(environ)
@@ -211,9 +207,11 @@ class Replica:
             self.group,
             lambda: self.shutdown_request.is_made,
         )
-        self.snapshot_memory = _open_snapshots(snapshot_files) if processes is None and has_agent else None
+        self.snapshot_memory = (
+            _open_snapshots(agent.snapshot_files) if processes is None and agent.exists else None
+        )
         """In the memory of the agent."""
-        self.channel = AgentChannel(agent_socket, replica_store)
+        self.channel = AgentChannel(agent.channel, agent.replica_store)
         self.spent = TimeSpent(self.channel.send)
         self.tracker = tracker
         """Gets the reports too."""

@@ -7,16 +7,18 @@ changes the result is reported.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
-from typing import Final, Literal, TypeVar, get_args
+from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
 from adascale_client import MetricsServiceClient
 from adascale_core import names
@@ -28,6 +30,7 @@ from adascale_core.names import DEFAULT_CHECKPOINT_INTERVAL, DISTRIBUTION
 from adascale_worker.errors import EnvironmentVariableError
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 DEFAULT_TERMINATION_GRACE = 25.0
 """Seconds. A pod has 30 by default; the agent needs the rest to report how it ended."""
@@ -80,22 +83,34 @@ class JobSettings:
     max_gain: float | None = None
 
 
-def take_replica_store(environ: MutableMapping[str, str]) -> str | None:
-    """Return the file in which the processes of this replica find each other; None without an agent.
+@dataclass(frozen=True)
+class AgentAccess:
+    """What a trainer has of the agent that has started it; nothing without an agent."""
 
-    Removes the variable, since programs that this one starts are not trainers of the agent.
-    """
-    return environ.pop(names.ENV_REPLICA_STORE, None) or None
+    channel: socket.socket | None = None  # of the first process of a replica
+    replica_store: str | None = None  # the file in which several processes of the replica find each other
+    snapshot_files: Sequence[str] = ()  # its memory for copies of the state
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is an agent."""
+        return self.channel is not None or self.replica_store is not None
 
 
-def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | None:
-    """Connect to the agent that has started this program, or a program in between. None without an agent.
+def take_agent_access(environ: MutableMapping[str, str]) -> AgentAccess:
+    """Connect to the agent that has started this program, or a program in between.
 
-    Removes the variable, since programs that this one starts are not trainers of the agent.
+    Removes the variables, since programs that this one starts are not trainers of the agent.
     """
     path = environ.pop(names.ENV_AGENT_SOCKET, None)
-    if not path:
-        return None
+    return AgentAccess(
+        _connect_to_agent(path) if path else None,
+        environ.pop(names.ENV_REPLICA_STORE, None) or None,
+        [each for each in environ.pop(names.ENV_SNAPSHOT_FILES, "").split(":") if each],
+    )
+
+
+def _connect_to_agent(path: str) -> socket.socket:
     channel = socket.socket(socket.AF_UNIX)
     try:
         channel.connect(path)
@@ -108,14 +123,6 @@ def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | Non
             "as another user. Start it where its agent runs, as the same user"
         ) from None
     return channel
-
-
-def take_snapshot_files(environ: MutableMapping[str, str]) -> list[str]:
-    """Return the paths of the agent's memory for copies of the state; none if it has no such memory.
-
-    Removes the variable, since programs that this one starts are not trainers of the agent.
-    """
-    return [path for path in environ.pop(names.ENV_SNAPSHOT_FILES, "").split(":") if path]
 
 
 def apply_settings(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> None:
@@ -134,7 +141,7 @@ def read_secret(environ: Mapping[str, str]) -> str:
 
 def read_peer_timeout(environ: Mapping[str, str]) -> float:
     """Return the silence after which a member of a generation is lost, in seconds."""
-    return _read(environ, names.ENV_PEER_TIMEOUT, _positive_seconds, names.DEFAULT_PEER_TIMEOUT)
+    return _read(environ, names.ENV_PEER_TIMEOUT, _TIMEOUT.parse, names.DEFAULT_PEER_TIMEOUT)
 
 
 def read_service(environ: Mapping[str, str]) -> tuple[MetricsServiceClient, str] | None:
@@ -164,18 +171,18 @@ def read_assignment(environ: Mapping[str, str], *, has_agent: bool) -> RankAssig
     Without these either, it is rank 0 of 1.
     """
     processes = read_processes(environ)
-    started = _read(environ, "WORLD_SIZE", _positive_integer, 1)
+    started = _read(environ, "WORLD_SIZE", _COUNT.parse, 1)
     if has_agent and started > 1:
         raise EnvironmentVariableError(
             f"the command of the job starts {started} processes (WORLD_SIZE is {started}), but a replica is "
             f"one process: {ONE_PROCESS}"
         )
     if has_agent:
-        process = 0 if processes is None else _read(environ, names.ENV_LOCAL_RANK, _non_negative_integer, 0)
-        rank = _read(environ, names.ENV_RANK, _non_negative_integer, 0)
-        replicas = _read(environ, names.ENV_REPLICAS, _positive_integer, 1)
+        process = 0 if processes is None else _read(environ, names.ENV_LOCAL_RANK, _INDEX.parse, 0)
+        rank = _read(environ, names.ENV_RANK, _INDEX.parse, 0)
+        replicas = _read(environ, names.ENV_REPLICAS, _COUNT.parse, 1)
         return RankAssignment(rank, replicas, process, process=process, processes=processes)
-    index = _read(environ, "RANK", _non_negative_integer, 0)
+    index = _read(environ, "RANK", _INDEX.parse, 0)
     if index >= started:
         raise EnvironmentVariableError(
             f"RANK is {index} but WORLD_SIZE is {started}: RANK must be from 0 to {started - 1}"
@@ -191,8 +198,8 @@ def read_assignment(environ: Mapping[str, str], *, has_agent: bool) -> RankAssig
     return RankAssignment(
         rank,
         replicas,
-        _read(environ, "LOCAL_RANK", _non_negative_integer, 0),
-        _read(environ, "LOCAL_WORLD_SIZE", _positive_integer, 1),
+        _read(environ, "LOCAL_RANK", _INDEX.parse, 0),
+        _read(environ, "LOCAL_WORLD_SIZE", _COUNT.parse, 1),
         process,
         processes,
     )
@@ -202,38 +209,38 @@ def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
     """Return the settings of the job, as the controller sets them."""
     directory = environ.get(names.ENV_CHECKPOINT_DIR)
     return JobSettings(
-        batch_size=_read(environ, names.ENV_BATCH_SIZE, _positive_integer, None),
-        max_batch_size=_read(environ, names.ENV_MAX_BATCH_SIZE, _positive_integer, None),
+        batch_size=_read(environ, names.ENV_BATCH_SIZE, _COUNT.parse, None),
+        max_batch_size=_read(environ, names.ENV_MAX_BATCH_SIZE, _COUNT.parse, None),
         local_bsz_bounds=_read(environ, names.ENV_LOCAL_BSZ_BOUNDS, _bounds_pair, None),
-        local_bsz_limit=_read(environ, names.ENV_LOCAL_BSZ_LIMIT, _positive_integer, None),
+        local_bsz_limit=_read(environ, names.ENV_LOCAL_BSZ_LIMIT, _COUNT.parse, None),
         processes_per_replica=read_processes(environ),
         elastic_single_replica=environ.get(names.ENV_ELASTIC_SINGLE_REPLICA) == "1",
-        efficiency_target=_read(environ, names.ENV_EFFICIENCY_TARGET, _fraction, None),
-        scale_invariant_steps=_read(environ, names.ENV_SCALE_INVARIANT_STEPS, _positive_integer, None),
-        train_samples=_read(environ, names.ENV_TRAIN_SAMPLES, _positive_integer, None),
+        efficiency_target=_read(environ, names.ENV_EFFICIENCY_TARGET, _FRACTION.parse, None),
+        scale_invariant_steps=_read(environ, names.ENV_SCALE_INVARIANT_STEPS, _COUNT.parse, None),
+        train_samples=_read(environ, names.ENV_TRAIN_SAMPLES, _COUNT.parse, None),
         checkpoint_dir=directory or None,
-        checkpoint_interval=_read(environ, names.ENV_CHECKPOINT_INTERVAL, _seconds, None),
+        checkpoint_interval=_read(environ, names.ENV_CHECKPOINT_INTERVAL, _SECONDS.parse, None),
     )
 
 
 def read_processes(environ: Mapping[str, str]) -> int | None:
     """Return the number of processes of a replica; None if it is not set."""
-    return _read(environ, names.ENV_PROCESSES_PER_REPLICA, _positive_integer, None)
+    return _read(environ, names.ENV_PROCESSES_PER_REPLICA, _COUNT.parse, None)
 
 
 def read_replica(environ: Mapping[str, str]) -> int:
     """Return the index of this agent's replica, from 0."""
-    return _read(environ, names.ENV_REPLICA, _non_negative_integer, 0)
+    return _read(environ, names.ENV_REPLICA, _INDEX.parse, 0)
 
 
 def read_service_timeout(environ: Mapping[str, str]) -> float:
     """Return the time within which the service must answer an agent for the first time, in seconds."""
-    return _read(environ, names.ENV_SERVICE_TIMEOUT, _seconds, names.DEFAULT_SERVICE_TIMEOUT)
+    return _read(environ, names.ENV_SERVICE_TIMEOUT, _SECONDS.parse, names.DEFAULT_SERVICE_TIMEOUT)
 
 
 def read_incarnation(environ: Mapping[str, str]) -> int:
     """Return the creation time of the job, in seconds since 1970; 0 if not set."""
-    return _read(environ, names.ENV_INCARNATION, _non_negative_integer, 0)
+    return _read(environ, names.ENV_INCARNATION, _INDEX.parse, 0)
 
 
 def read_accelerator(environ: Mapping[str, str]) -> str | None:
@@ -243,7 +250,7 @@ def read_accelerator(environ: Mapping[str, str]) -> str | None:
 
 def read_step_timeout(environ: Mapping[str, str]) -> float | None:
     """Return the time without a step after which a trainer that is behind ends, in seconds. None: never."""
-    return _read(environ, names.ENV_STEP_TIMEOUT, _seconds, 0.0) or None
+    return _read(environ, names.ENV_STEP_TIMEOUT, _SECONDS.parse, 0.0) or None
 
 
 def read_termination_log(environ: Mapping[str, str]) -> Path | None:
@@ -254,10 +261,39 @@ def read_termination_log(environ: Mapping[str, str]) -> Path | None:
 
 def read_termination_grace(environ: Mapping[str, str]) -> float:
     """Return the time that a trainer has to save and exit when its agent is terminated, in seconds."""
-    return _read(environ, names.ENV_TERMINATION_GRACE, _seconds, DEFAULT_TERMINATION_GRACE)
+    return _read(environ, names.ENV_TERMINATION_GRACE, _SECONDS.parse, DEFAULT_TERMINATION_GRACE)
 
 
-def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], T], default: T) -> T:
+@dataclass(frozen=True)
+class _Kind(Generic[T]):
+    """The numbers that a setting may have."""
+
+    requirement: str
+    type: Callable[[str], T]  # int or float
+    allows: Callable[[Any], bool]
+
+    def is_valid(self, value: object) -> bool:
+        """Whether a value that a program has passed is one of them."""
+        return (
+            type(value) is int or (self.type is float and isinstance(value, float | int))
+        ) and self.allows(value)
+
+    def parse(self, text: str) -> T:
+        """Return a number of them; raises ValueError for another text."""
+        with contextlib.suppress(ValueError):
+            if self.allows(value := self.type(text)):
+                return value
+        raise ValueError(f"it must be {self.requirement}")
+
+
+_COUNT = _Kind("an integer of at least 1", int, lambda value: value >= 1)
+_INDEX = _Kind("an integer of at least 0", int, lambda value: value >= 0)
+_SECONDS = _Kind("a finite number of seconds, at least 0", float, lambda value: 0 <= value < math.inf)
+_TIMEOUT = _Kind("a finite number of seconds above 0", float, lambda value: 0 < value < math.inf)
+_FRACTION = _Kind("a number above 0 and at most 1", float, lambda value: 0 < value <= 1)
+
+
+def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], T], default: D) -> T | D:
     """Return the parsed value of a variable, or `default` if it is not set or empty."""
     text = environ.get(name)
     if text is None or text == "":
@@ -268,48 +304,12 @@ def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], T], defa
         raise EnvironmentVariableError(f"{name} is {text!r}: {error}") from None
 
 
-def _non_negative_integer(text: str, least: int = 0) -> int:
-    if not text.strip().isdecimal() or int(text) < least:
-        raise ValueError(f"it must be an integer of at least {least}")
-    return int(text)
-
-
-def _positive_integer(text: str) -> int:
-    return _non_negative_integer(text, least=1)
-
-
 def _bounds_pair(text: str) -> LocalBszBounds:
     lower, _, upper = text.partition(",")
     try:
-        return _positive_integer(lower), AUTO if upper.strip() == AUTO else _positive_integer(upper)
+        return _COUNT.parse(lower), AUTO if upper.strip() == AUTO else _COUNT.parse(upper)
     except ValueError:
         raise ValueError(f"it must be 'lower,upper', two integers of at least 1, or 'lower,{AUTO}'") from None
-
-
-def _number(text: str) -> float:
-    """Return a number; NaN for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _seconds(text: str) -> float:
-    if not 0 <= (value := _number(text)) < math.inf:
-        raise ValueError("it must be a finite number of seconds, at least 0")
-    return value
-
-
-def _positive_seconds(text: str) -> float:
-    if not 0 < (value := _number(text)) < math.inf:
-        raise ValueError("it must be a finite number of seconds above 0")
-    return value
-
-
-def _fraction(text: str) -> float:
-    if not 0 < (value := _number(text)) <= 1:
-        raise ValueError("it must be a number above 0 and at most 1")
-    return value
 
 
 def package_version() -> str:
@@ -349,21 +349,14 @@ def describe_differences(program: JobSettings, job: JobSettings) -> list[str]:
 
     Other bounds change only how fast a job trains: the gain makes up for the batch sizes that it uses.
     """
-    used = "the job's setting is used"
-    differences = [
-        f"the program sets {name} to {argument}, the job sets it to {setting}; {used}"
-        for name in ("batch_size", *ENDS)
-        for argument, setting in [(getattr(program, name), getattr(job, name))]
-        if None not in (argument, setting) and argument != setting
+    pairs = [("batch_size", "batch_size"), *itertools.product((*ENDS, "epochs"), ENDS)]
+    return [
+        f"the program sets {name} to {argument}, the job sets {'it' if name == other else other} to "
+        f"{setting}; the job's setting is used"
+        for name, other in pairs
+        for argument, setting in [(getattr(program, name), getattr(job, other))]
+        if None not in (argument, setting) and (name != other or argument != setting)
     ]
-    differences += [
-        f"the program sets {name} to {argument}, the job sets {end} to {getattr(job, end)}; {used}"
-        for end in ENDS
-        for name in (*ENDS, "epochs")
-        for argument in [getattr(program, name)]
-        if name != end and None not in (argument, getattr(job, end))
-    ]
-    return differences
 
 
 def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
@@ -385,14 +378,8 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
                 f"scale_invariant_steps ({steps}) and train_samples ({source.train_samples}) are both set, "
                 "but training has one end: leave out one of them"
             )
-    steps, samples = next(
-        (
-            end
-            for end in ((each.scale_invariant_steps, each.train_samples) for each in (job, program))
-            if any(end)
-        ),
-        (None, None),
-    )
+    end = job if job.scale_invariant_steps or job.train_samples else program
+    steps, samples = end.scale_invariant_steps, end.train_samples
     if samples is not None:
         steps = steps_of(samples, sizes.batch_size)
     nonfinite = program.max_nonfinite_steps
@@ -418,24 +405,21 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
     )
 
 
+_ARGUMENTS: Mapping[str, _Kind[Any]] = {
+    **dict.fromkeys((*ENDS, "epochs", "max_nonfinite_steps"), _COUNT),
+    "efficiency_target": _FRACTION,
+    "max_gain": _Kind("a finite number above 1", float, lambda value: 1 < value < math.inf),
+    "checkpoint_interval": _Kind("a number of seconds, at least 0", float, lambda value: value >= 0),
+}
+
+
 def check_arguments(program: JobSettings) -> None:
     """Check the arguments that a program may pass with any type. `BatchBounds` checks the others."""
-    target: object = program.efficiency_target
-    limit: object = program.max_gain
-    interval: object = program.checkpoint_interval
-    folder: object = program.checkpoint_dir
-    for name in (*ENDS, "epochs", "max_nonfinite_steps"):
+    for name, kind in _ARGUMENTS.items():
         value = getattr(program, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InvalidJobError(f"{name} must be an integer of at least 1, got {value!r}")
-    if target is not None and not (isinstance(target, float | int) and 0 < target <= 1):
-        raise InvalidJobError(f"efficiency_target must be a number above 0 and at most 1, got {target!r}")
-    if limit is not None and not (isinstance(limit, float | int) and 1 < limit < math.inf):
-        raise InvalidJobError(f"max_gain must be a finite number above 1, got {limit!r}")
-    if interval is not None and not (isinstance(interval, float | int) and interval >= 0):
-        raise InvalidJobError(
-            f"checkpoint_interval must be a number of seconds, at least 0, got {interval!r}"
-        )
+        if value is not None and not kind.is_valid(value):
+            raise InvalidJobError(f"{name} must be {kind.requirement}, got {value!r}")
+    folder: object = program.checkpoint_dir
     allowed = get_args(SingleReplicaGain)
     if program.single_replica_gain not in (None, *allowed):
         names = " or ".join(map(repr, allowed))
