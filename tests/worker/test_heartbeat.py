@@ -70,7 +70,7 @@ def test_heartbeats_follow_the_interval_of_the_answers() -> None:
     client = FakeClient(registered=lambda: replace(member_view(1), heartbeat_interval=17.5))
     heartbeat = Heartbeat(client, "a.b", lambda: None)  # type: ignore[arg-type]
     heartbeat._changed = Condition()
-    heartbeat._registration = REGISTRATION
+    heartbeat.registration = REGISTRATION
     heartbeat.start()
     assert slow.wait(30)
     assert asked == [17.5]

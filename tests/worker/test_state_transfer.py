@@ -82,6 +82,8 @@ def equal(one: Any, other: Any) -> bool:
 class Aborted:
     """A group whose messages on a GPU are aborted, which only the GPU knows at first."""
 
+    transfer_device = torch.device("cpu")
+
     def send(self, *_: object) -> None:
         """Start a message."""
 
@@ -94,7 +96,7 @@ class Aborted:
 
 def test_a_transfer_ends_when_a_gpu_has_made_it() -> None:
     with pytest.raises(PeersLostError):
-        transfer.send(Aborted(), 1, large_state(), device=torch.device("cpu"))  # type: ignore[arg-type]
+        transfer.transfer(Aborted(), Route(None, 1), large_state, ReceiveMemory())  # type: ignore[arg-type]
 
 
 REPLICAS = 5
@@ -119,12 +121,9 @@ def transfer_states(rank: int, folder: Path) -> None:
     receivers = [each for each in range(REPLICAS) if each not in SOURCES]
     route = routes(SOURCES, receivers, [""] * REPLICAS)[rank]
     for state in STATES:
-        if route.source is not None:
-            received = transfer.receive(group, route, device=host, memory=ReceiveMemory([SMALL * 2]))
-            assert equal(received, state)
-        else:
-            assert route.target is not None
-            transfer.send(group, route.target, state, device=host)
+        received = transfer.transfer(group, route, lambda state=state: state, ReceiveMemory([SMALL * 2]))
+        assert (route.source is None) == (received is None)
+        assert received is None or equal(received, state)
     group.sum([1.0])
     group.destroy_before_finalization()
 

@@ -26,7 +26,7 @@ from adascale_worker.membership.links import AgentChannel
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
 
-descriptor = environment.take_agent_channel(os.environ)
+descriptor = environment.take_agent_access(os.environ).channel
 assert descriptor is not None
 channel = AgentChannel(descriptor)
 

@@ -151,7 +151,6 @@ class Agent:
         """When the trainer is killed unless it has left its generation."""
         self._terminate_sent = False
         self._link_check = LinkCheck(self._replica)
-        self._registered: Registration | None = None
 
     def run(self) -> int:
         """Run until the program has finished or failed, or the agent gets SIGTERM, SIGINT or SIGHUP."""
@@ -243,12 +242,6 @@ class Agent:
             **{name: getattr(status, name) for name in REPORTED},
         )
 
-    def _register(self, registration: Registration) -> None:
-        """Register if anything has changed."""
-        if registration != self._registered:
-            self._registered = registration
-            self._heartbeat.register(registration)
-
     # -- without a trainer ---------------------------------------------------------------------------------
 
     def _wait_for_start(self) -> TrainerProcess | None:
@@ -322,7 +315,7 @@ class Agent:
                 self._snapshots.follow(self._view)
             self._instruct(trainer, now)
             if status.port is not None and self._may_register(trainer):
-                self._register(self._registration(trainer, status.state))
+                self._heartbeat.register(self._registration(trainer, status.state))
             if now > self._kill_at:
                 reason = f"it did not leave generation {status.generation} in time"
                 print(f"adascale-agent: killed the trainer: {reason}", flush=True)
@@ -343,7 +336,7 @@ class Agent:
 
     def _may_register(self, trainer: TrainerProcess) -> bool:
         """Whether a trainer is registered already, or its replica reaches the members that train."""
-        registered = self._registered
+        registered = self._heartbeat.registration
         if (registered is not None and registered.instance == self._instance) or self._is_terminating:
             return True
         try:
@@ -442,7 +435,7 @@ class Agent:
             return self._exit(trainer, ReplicaState.FINISHED, EXIT_FINISHED)
         if self._is_terminating:
             return self._exit(trainer, ReplicaState.TERMINATED, EXIT_REENTRY)
-        self._register(self._registration(trainer, state, code))
+        self._heartbeat.register(self._registration(trainer, state, code))
         was_wanted = self._released or state is ReplicaState.REENTERING
         if not was_wanted:
             self._fruitless = 0 if status.stepped else self._fruitless + 1
@@ -471,7 +464,7 @@ class Agent:
         """Wait until the program has finished on rank 0, or cannot any more, and return whether it has."""
         if self._rank == 0:
             return True
-        self._register(self._registration(trainer, ReplicaState.FINISHED, EXIT_FINISHED))
+        self._heartbeat.register(self._registration(trainer, ReplicaState.FINISHED, EXIT_FINISHED))
         while not self._is_terminating:
             if self._view.complete:
                 return True

@@ -42,7 +42,8 @@ class Heartbeat:
         self._seconds = seconds
         self._on_change = on_change
         self._changed = threading.Condition()
-        self._registration: Registration | None = None
+        self.registration: Registration | None = None
+        """What is sent; None before the first call of `register`."""
         self._acknowledged: Registration | None = None
         self.view: AllocationView | None = None
         """The latest view of the job's generations; None before the first answer."""
@@ -70,14 +71,15 @@ class Heartbeat:
         threading.Thread(target=self._read_generations, name="adascale-generations", daemon=True).start()
 
     def register(self, registration: Registration, timeout: float = 0.0) -> bool:
-        """Send a registration, and repeat it as a heartbeat until the next call.
+        """Send a registration if it has changed, and repeat it as a heartbeat.
 
         Returns whether the service has acknowledged it within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
-            self._registration = registration
-            self._changed.notify_all()
+            if registration != self.registration:
+                self.registration = registration
+                self._changed.notify_all()
             while self._acknowledged != registration:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
@@ -89,9 +91,9 @@ class Heartbeat:
         backoff = Backoff()
         while True:
             with self._changed:
-                while self._registration is None:
+                while self.registration is None:
                     self._changed.wait()
-                registration, before = self._registration, self.view
+                registration, before = self.registration, self.view
             try:
                 answer = self._send(registration)
                 self._record_answer(answer, registration)
@@ -100,14 +102,14 @@ class Heartbeat:
                 self._record_refusal(error)
                 self._record_error(error)
                 with self._changed:
-                    if self._registration == registration:
+                    if self.registration == registration:
                         self._changed.wait(backoff.next())
                 continue
             backoff.reset()
             with self._changed:
                 self._acknowledged = registration
                 self._changed.notify_all()
-                if self._registration == registration:
+                if self.registration == registration:
                     self._changed.wait(self._interval)
 
     def _send(self, registration: Registration) -> MemberView:

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from adascale_core.failures import EXIT_FINISHED, EXIT_PEER_LOST, EXIT_REENTRY, signal_number
 from adascale_core.messages.channel import (
@@ -209,45 +209,33 @@ class TrainerStatus:
 
     def after(self, message: TrainerMessage) -> TrainerStatus:
         """Return the status after a message."""
+        # Most messages have fields of the status.
+        changes: dict[str, Any] = dict(vars(message))
         match message:
-            case Ready(port, accelerator, pid):
-                return replace(self, port=port, accelerator=accelerator[:MAX_ACCELERATOR_LENGTH], pid=pid)
-            case Running(generation):
-                return replace(
-                    self,
-                    state=ReplicaState.RUNNING,
-                    generation=generation,
-                    step=None,
-                    lost=(),
-                    stall="",
-                    local_bsz_limit=None,
-                )
-            case Holding(generation, step, lost):
-                return replace(
-                    self,
-                    state=ReplicaState.HOLDING,
-                    generation=generation,
-                    step=step,
-                    lost=tuple(sorted(set(lost))),
-                )
+            case Ready():
+                changes["accelerator"] = message.accelerator[:MAX_ACCELERATOR_LENGTH]
+            case Running():
+                changes |= {"state": ReplicaState.RUNNING, "step": None, "lost": ()}
+                changes |= {"stall": "", "local_bsz_limit": None}
+            case Holding():
+                changes |= {"state": ReplicaState.HOLDING, "lost": tuple(sorted(set(message.lost)))}
             case Stepped(generation):
-                return replace(self, stepped=max(self.stepped, generation))
-            case Limited(limit):
-                return replace(self, local_bsz_limit=limit)
+                changes = {"stepped": max(self.stepped, generation)}
             case SavedElsewhere(generation):
-                return replace(self, saved=max(self.saved, generation))
+                changes = {"saved": max(self.saved, generation)}
             case Spent():
-                return replace(self, spent=message)
+                changes = {"spent": message}
             case Stalled(stall):
-                return replace(self, stall=stall[:MAX_STALL_LENGTH])
+                changes = {"stall": stall[:MAX_STALL_LENGTH]}
             case TrainingSaved():
-                return replace(self, final=True)
+                changes = {"final": True}
             case Finished():
-                return replace(self, finished=True)
+                changes = {"finished": True}
             case Terminated():
-                return replace(self, terminated=True)
+                changes = {"terminated": True}
             case Exiting(code):
-                return replace(self, exit_code=code)
+                changes = {"exit_code": code}
+        return replace(self, **changes)
 
 
 MAX_PATH_LENGTH = 100

@@ -108,16 +108,6 @@ def gather_values(group: dist.ProcessGroup, value: Any, device: torch.device = _
     return values
 
 
-def attempt(
-    action: Callable[[], Any], kinds: Sequence[type[Exception]]
-) -> tuple[dict[str, Any], Exception | None]:
-    """Return what processes share of an action, its result or error, and the error itself."""
-    try:
-        return {"result": action()}, None
-    except Exception as error:  # noqa: BLE001 (the other processes wait for it)
-        return {"error": described_error(error, kinds)}, error
-
-
 def described_error(error: Exception, kinds: Sequence[type[Exception]]) -> tuple[str, str]:
     """Describe an error for other processes. `kinds` are those that they raise alike, subclasses first."""
     name = next((kind.__name__ for kind in kinds if isinstance(error, kind)), "")

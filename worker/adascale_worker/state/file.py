@@ -119,6 +119,14 @@ def read_layout(header: bytes) -> StateLayout:
     return layout
 
 
+def divide(memory: Tensor, layouts: Sequence[TensorLayout]) -> list[Tensor]:
+    """Return a view for each tensor in memory that begins as the file does behind its header."""
+    return [
+        memory[offset : offset + layout.bytes].view(layout.dtype).view(layout.shape)
+        for layout, offset in zip(layouts, offsets_of(layouts), strict=True)
+    ]
+
+
 class Snapshot:
     """A copy of a state, in memory that is allocated once and used again.
 
@@ -244,10 +252,7 @@ class Snapshot:
             self._layouts, self._views, self._memory = (), [], torch.empty(0, dtype=torch.uint8, device="cpu")
             self._memory = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._layouts = layouts
-        self._views = [
-            self._memory[offset : offset + layout.bytes].view(layout.dtype).view(layout.shape)
-            for layout, offset in zip(layouts, offsets_of(layouts), strict=True)
-        ]
+        self._views = divide(self._memory, layouts)
 
 
 KEY: Final = "shards"
@@ -470,18 +475,17 @@ def _read(files: Sequence[_File], own: Shards | None) -> Tree:
 
     What is not sharded is that of the first file.
     """
-    index, is_own = files[0].layout, own is None and len(files) == 1
+    index = files[0].layout
     saved = files[0].shards(0, len(files)) if len(files) > 1 else None
     divided = _find_divided(index, saved, own, len(files))
     layouts = list(index.layouts)
     for number, (_, division, extent) in divided.items():
         layouts[number] = TensorLayout(layouts[number].dtype, division.part_shape(extent))
     tensors = [torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in layouts]
-    unused = set() if is_own else index.numbers_below(PREVIOUS_GRADIENT)
     targets = [
         (index.offsets[number], tree.memory_of(tensor))
         for number, tensor in enumerate(tensors)
-        if number not in divided and number not in unused
+        if number not in divided
     ]
     for process, file in enumerate(files):
         expected = None if saved is None else replace(saved, process=process)

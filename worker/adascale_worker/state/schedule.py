@@ -140,20 +140,21 @@ class Checkpointing:
             return None
 
         def read() -> tuple[Tree | None, Manifest | None]:
-            newest = store.newest() if since is not None else None
-            if since is not None and (newest is None or number_of(newest) < since):
-                return None, newest
+            newest, loaded = None, None
+            if since is not None:
+                newest = store.newest()
+                if newest is None or number_of(newest) < since:
+                    return None, newest
             try:
-                state, found = store.load(own=own) or (None, None)
+                loaded = store.load(own=own)
             except UnusableCheckpointError as error:
                 if since is None:
                     raise
                 print(f"adascale: {error}", flush=True)
-                return None, newest
-            if since is not None and found is not None and number_of(found) < since:
+            if loaded is None or (since is not None and number_of(loaded[1]) < since):
                 # The newest one is damaged.
                 return None, newest
-            return state, found
+            return loaded
 
         state, manifest = self._repeat(read) if wait else read()
         if manifest is not None:

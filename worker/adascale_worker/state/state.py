@@ -39,9 +39,8 @@ from adascale_worker.state.transfer import (
     StateFollower,
     StateSource,
     expected_sizes,
-    receive,
     routes,
-    send,
+    transfer,
 )
 from adascale_worker.state.tree import Tree, on_host
 
@@ -515,26 +514,21 @@ class State:
         route = routes(sources, receivers, nodes).get(group.rank)
         if route is None:
             return
-        device = group.transfer_device
+        if route.source is None:
+            self._program.optimizer.discard_comparison()
+        elif group.transfer_device.type == "cpu":
+            # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
+            self._checkpointing.release_memory()
         state, failed = None, False
         try:
-            if route.source is None:
-                assert route.target is not None
-                self._program.optimizer.discard_comparison()
-                send(group, route.target, self.state_dict(), device=device)
-            else:
-                if device.type == "cpu":
-                    # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
-                    self._checkpointing.release_memory()
-                memory = self.receive_memory
-                state = receive(group, route, device=device, memory=memory)
+            state = transfer(group, route, self.state_dict, self.receive_memory)
         except PeersLostError:
             failed = True
         # All processes of a replica use what they have received, or none.
         group.settle(failed=failed)
         if state is None:
             return
-        if device.type != "cpu":
+        if group.transfer_device.type != "cpu":
             # As from a checkpoint: the program's objects may keep the tensors that they get.
             state["program"]["registered"] = on_host(state["program"]["registered"])
         self.load_state_dict(state)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import secrets
 import time
@@ -53,7 +54,7 @@ from adascale_worker.errors import (
     UnusableCheckpointError,
     WorkerError,
 )
-from adascale_worker.membership.process_group import attempt, gather_values, shared_error
+from adascale_worker.membership.process_group import described_error, gather_values, shared_error
 from adascale_worker.process.snapshot_place import StateNumber
 from adascale_worker.state.file import DamagedError, Shards, Snapshot, read_manifest, read_state
 
@@ -118,12 +119,16 @@ class CheckpointProcesses:
         """Return on all processes the results of each, in their order, or raise an error of one."""
         if self._group is None:
             return [action()]
-        own, error = attempt(action, _KINDS)
+        raised: Exception | None = None
+        try:
+            own = {"result": action()}
+        except Exception as error:  # noqa: BLE001 (the other processes wait for it)
+            own, raised = {"error": described_error(error, _KINDS)}, error
         outcomes = gather_values(self._group, own)
         failures = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if failures:
             first = min(failures, key=lambda failure: _NAMES.index(failure[0] or CheckpointError.__name__))
-            raise shared_error(first, _KINDS, CheckpointError) from error
+            raise shared_error(first, _KINDS, CheckpointError) from raised
         return [outcome["result"] for outcome in outcomes]
 
 
@@ -253,7 +258,7 @@ class CheckpointStore:
 
         def commit() -> dict[str, Any]:
             try:
-                committed = self._commit(manifest, info, only_if_latest=only_if_latest)
+                committed = self._commit(manifest, only_if_latest=only_if_latest)
             except (NameTakenError, SupersededError):
                 self._delete(names)
                 raise
@@ -282,11 +287,11 @@ class CheckpointStore:
         digests: list[str] = []
 
         def parts() -> Iterator[Part]:
-            yield from _digested(layout.header, digests)
-            for part in snapshot.parts(self._chunk_bytes):
+            for part in itertools.chain([layout.header], snapshot.parts(self._chunk_bytes)):
                 if is_cancelled():
                     raise WriteCancelledError
-                yield from _digested(part, digests)
+                digests.append(hashlib.sha256(part).hexdigest())
+                yield part
 
         self.storage.write(name, parts(), size=layout.file_bytes)
         return StateFile(name, layout.file_bytes, len(layout.header), digests)
@@ -298,9 +303,8 @@ class CheckpointStore:
     def annotate(self, manifest: Manifest, result: dict[str, float | str]) -> Manifest:
         """Save a new manifest of a saved state, with `result` added, and return it."""
         annotated = replace(manifest, number=manifest.number + 1, result={**manifest.result, **result})
-        info = CheckpointInfo(**{name: getattr(manifest, name) for name in CheckpointInfo.__annotations__})
         try:
-            annotated = self._commit(annotated, info)
+            annotated = self._commit(annotated)
         except NameTakenError as error:
             raise CheckpointError(
                 f"the result cannot be saved in {self.storage}: another process has saved later checkpoints"
@@ -387,7 +391,7 @@ class CheckpointStore:
 
     # -- writing ----------------------------------------------------------------------------------------
 
-    def _commit(self, manifest: Manifest, info: CheckpointInfo, *, only_if_latest: bool = False) -> Manifest:
+    def _commit(self, manifest: Manifest, *, only_if_latest: bool = False) -> Manifest:
         """Create the manifest; with the next number, if another process has used its number."""
         number, highest = manifest.number, manifest.number + _NUMBERS_OF_A_STATE - 1
         while True:
@@ -397,11 +401,11 @@ class CheckpointStore:
                 self.storage.create(manifest_file_name(number), text)
             except NameTakenError:
                 newest = max(self.numbers(), default=number)
-                last = self._require_not_superseded(newest, info)
+                last = self._require_not_superseded(newest, manifest)
                 if last is not None and last == replace(manifest, number=last.number):
                     # A client has repeated the request, because the answer to the first one was lost.
                     return last
-                if only_if_latest and last is not None and _is_later(last, info):
+                if only_if_latest and last is not None and _is_later(last, manifest):
                     return last
                 number = max(newest, number) + 1
                 if number > highest:
@@ -413,7 +417,7 @@ class CheckpointStore:
                 raise NameTakenError("others have saved later checkpoints")
             return numbered
 
-    def _require_not_superseded(self, newest: int, info: CheckpointInfo) -> Manifest | None:
+    def _require_not_superseded(self, newest: int, info: CheckpointInfo | Manifest) -> Manifest | None:
         """Check that no successor of this trainer, which may have been disconnected, has saved."""
         if newest == 0:
             return None
@@ -521,12 +525,7 @@ def _result_so_far(last: Manifest | None, info: CheckpointInfo) -> dict[str, flo
     return last.result
 
 
-def _is_later(manifest: Manifest, info: CheckpointInfo) -> bool:
+def _is_later(manifest: Manifest, info: CheckpointInfo | Manifest) -> bool:
     """Whether a checkpoint is of the same generation as `info`, and of a later step."""
     same = (manifest.incarnation, manifest.generation) == (info.incarnation, info.generation)
     return same and info.generation > 0 and manifest.step > info.step
-
-
-def _digested(part: Part, digests: list[str]) -> Iterator[Part]:
-    digests.append(hashlib.sha256(part).hexdigest())
-    yield part

@@ -36,7 +36,7 @@ from adascale_worker.membership.links import StateNumber
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.scaling.statistics.norms import local_shard
-from adascale_worker.state.file import Snapshot, data_bytes, offsets_of
+from adascale_worker.state.file import Snapshot, data_bytes, divide
 from adascale_worker.state.tree import (
     TensorIndex,
     TensorLayout,
@@ -50,6 +50,7 @@ from adascale_worker.state.tree import (
 
 SMALL: Final = 1 << 20
 """Bytes of a tensor up to which it is sent together with others, and no memory is prepared for it."""
+HOST: Final = torch.device("cpu")
 _MADV_POPULATE_WRITE: Final = 23
 """Of linux/mman.h, since Linux 5.14."""
 
@@ -69,16 +70,15 @@ class ReceiveMemory:
                 _populate(memory)
                 self._free[size].append(memory)
 
-    @property
-    def prepared_bytes(self) -> int:
-        """Bytes that are prepared and not used."""
-        return sum(memory.numel() for each in self._free.values() for memory in each)
+    def tensor(self, layout: TensorLayout, device: torch.device = HOST) -> Tensor:
+        """Return an uninitialized tensor, in prepared memory if there is some of its size.
 
-    def tensor(self, layout: TensorLayout) -> Tensor:
-        """Return an uninitialized tensor on the host, in prepared memory if there is some of its size."""
-        free = self._free.get(layout.bytes)
+        A small one is on the host.
+        """
+        free = self._free.get(layout.bytes) if device == HOST else None
         if not free:
-            return torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
+            device = device if layout.bytes > SMALL else HOST
+            return torch.empty(layout.shape, dtype=layout.dtype, device=device)
         return free.pop().view(layout.dtype).view(layout.shape)
 
     def clear(self) -> None:
@@ -155,57 +155,42 @@ def routes(sources: Sequence[int], receivers: Iterable[int], nodes: Sequence[str
     }
 
 
-def send(group: ReplicaGroup, target: int, state: Any, *, device: torch.device) -> None:
-    """Send a state to a rank that calls `receive`."""
-    spec, tensors = flatten(state)
-    link = _Link(group, None, target)
-    document = torch.frombuffer(bytearray(spec), dtype=torch.uint8).to(device)
-    link.exchange(torch.tensor([len(spec)], device=device))
+def transfer(
+    group: ReplicaGroup, route: Route, make_state: Callable[[], Any], memory: ReceiveMemory
+) -> Any | None:
+    """Send the state, or return the state that comes from another member and pass it on."""
+    link, device = _Link(group, route), group.transfer_device
+    spec, tensors = flatten(make_state()) if route.source is None else (b"", [])
+    length = torch.tensor([len(spec)], device=device)
+    link.exchange(length)
+    link.wait_until_received()
+    content = spec if route.source is None else bytes(int(length))
+    document = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
     link.exchange(document)
-    small = [bytes_of(tensor.to(device)) for tensor in tensors if tensor.nbytes <= SMALL]
-    link.exchange(torch.cat(small) if small else document[:0])
+    link.wait_until_received()
+    if route.source is not None:
+        spec = document.cpu().numpy().tobytes()
+        tensors = [memory.tensor(each, device) for each in layouts(spec)]
+    small = [bytes_of(tensor) for tensor in tensors if tensor.nbytes <= SMALL]
+    together = torch.cat([each.to(device) for each in small]) if small else document[:0]
+    link.exchange(together)
     for tensor in tensors:
         if tensor.nbytes > SMALL:
             link.exchange(bytes_of(tensor.to(device)))
     link.finish()
-
-
-def receive(group: ReplicaGroup, route: Route, *, device: torch.device, memory: ReceiveMemory) -> Any:
-    """Return the state that comes from another member, and pass it on."""
-    link = _Link(group, route.source, route.target)
-    length = torch.zeros(1, dtype=torch.int64, device=device)
-    link.exchange(length)
-    link.wait_until_received()
-    document = torch.empty(int(length), dtype=torch.uint8, device=device)
-    link.exchange(document)
-    link.wait_until_received()
-    spec = document.cpu().numpy().tobytes()
-    expected = layouts(spec)
-    sizes = [layout.bytes for layout in expected if layout.bytes <= SMALL]
-    together = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    link.exchange(together)
-    tensors: list[Tensor] = []
-    for layout in expected:
-        if layout.bytes > SMALL and device.type != "cpu":
-            tensors.append(torch.empty(layout.shape, dtype=layout.dtype, device=device))
-        else:
-            tensors.append(memory.tensor(layout))
-        if layout.bytes > SMALL:
-            link.exchange(bytes_of(tensors[-1]))
-    link.finish()
-    small = (tensor for tensor in tensors if tensor.nbytes <= SMALL)
-    for tensor, received in zip(small, together.cpu().split(sizes), strict=True):
-        bytes_of(tensor).copy_(received)
+    if route.source is None:
+        return None
+    for each, received in zip(small, together.cpu().split([len(each) for each in small]), strict=True):
+        each.copy_(received)
     return unflatten(spec, tensors)
 
 
 class _Link:
     """Receives tensors of bytes from one member and passes them on to another, in chunks."""
 
-    def __init__(self, group: ReplicaGroup, source: int | None, target: int | None) -> None:
+    def __init__(self, group: ReplicaGroup, route: Route) -> None:
         self._group = group
-        self._source = source
-        self._target = target
+        self._source, self._target = route.source, route.target
         self._receiving: deque[tuple[Work, Tensor]] = deque()
         """What may not have been received yet."""
         self._sending: deque[tuple[Work, Tensor]] = deque()
@@ -285,48 +270,46 @@ Key = tuple[str | int, ...]
 in the state,)."""
 
 
-class _Tensors:
-    """The parameters of optimizers, with what these keep for each."""
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of one of several optimizers, with what that keeps for it."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-        places = [
-            (owner, group, parameter)
-            for owner, optimizer in enumerate(optimizers)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        self.owners = [owner for owner, _, _ in places]
-        """The number of the optimizer of each parameter."""
-        self.groups = [group for _, group, _ in places]
-        """The group of each parameter."""
-        self.parameters = [parameter for _, _, parameter in places]
+    number: int  # among those of all optimizers
+    owner: int  # the number of its optimizer
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    tensor: Tensor
 
-    def state(self, number: int) -> dict[str, Any]:
-        """Return what is kept for a parameter."""
-        kept: dict[str, Any] = self.optimizers[self.owners[number]].state.get(self.parameters[number], {})
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is kept for it."""
+        kept: dict[str, Any] = self.optimizer.state.get(self.tensor, {})
         return kept
 
-    def of(self, optimizer: int, count: int) -> list[int]:
-        """Return which of the first parameters an optimizer has."""
-        return [number for number in range(count) if self.owners[number] == optimizer]
+    @property
+    def large(self) -> dict[Key, Tensor]:
+        """It, and the tensors of its size."""
+        kept = {(self.number, name): value for name, value in self.state.items() if _is_large(value)}
+        return {(self.number,): self.tensor, **kept}
 
-    def large(self, number: int) -> Iterator[tuple[Key, Tensor]]:
-        """Yield a parameter, and the tensors of its size."""
-        parameter = self.parameters[number]
-        yield (number,), parameter
-        for name, value in self.state(number).items():
-            if _is_large(value):
-                yield (number, name), value
+    @property
+    def small(self) -> dict[str, Any]:
+        """The other values that are kept for it."""
+        return {name: value for name, value in self.state.items() if not _is_large(value)}
 
-    def all_large(self, count: int | None = None) -> dict[Key, Tensor]:
-        """Return the tensors of the first parameters; without a number, of all."""
-        numbers = range(len(self.parameters) if count is None else count)
-        return {key: tensor for number in numbers for key, tensor in self.large(number)}
 
-    def small(self, number: int) -> dict[str, Any]:
-        """Return the other values that are kept for a parameter."""
-        return {name: value for name, value in self.state(number).items() if not _is_large(value)}
+def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[_Parameter]:
+    places = [
+        (owner, optimizer, group, parameter)
+        for owner, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    return [_Parameter(number, *place) for number, place in enumerate(places)]
+
+
+def _all_large(parameters: Iterable[_Parameter]) -> dict[Key, Tensor]:
+    return {key: tensor for each in parameters for key, tensor in each.large.items()}
 
 
 class StateSource:
@@ -338,7 +321,8 @@ class StateSource:
         make_state: Callable[[], Tree],
         connections: Sequence[socket.socket],
     ) -> None:
-        self._tensors = _Tensors(optimizers)
+        self._optimizers = optimizers
+        self._parameters = _parameters_of(optimizers)
         self._make_state = make_state
         self._connections = connections
         self._sent = 0
@@ -351,7 +335,7 @@ class StateSource:
         self._step, self._pieces = Snapshot(), Snapshot()
         self._idle = threading.Event()
         self._idle.set()
-        self._total_bytes = sum(each.nbytes for each in self._tensors.all_large().values())
+        self._total_bytes = sum(each.nbytes for each in _all_large(self._parameters).values())
         self._stepped: tuple[int, float] | None = None
         """Which optimizer has made the last step, and when."""
         self._pauses: dict[int, float] = {}
@@ -366,9 +350,9 @@ class StateSource:
     def _begin(self) -> None:
         for connection in self._connections:
             connection.settimeout(TIMEOUT)
-        self._others = dict(_large_tensors(self._make_state(), self._tensors))
+        self._others = dict(_large_tensors(self._make_state(), self._parameters))
         self._waiting.extend(self._others)
-        for number, optimizer in enumerate(self._tensors.optimizers):
+        for number, optimizer in enumerate(self._optimizers):
             before, after = partial(self._before_step, number), partial(self._after_step, number)
             self._hooks += [
                 optimizer.register_step_pre_hook(lambda *_, before=before: self._attempt(before)),
@@ -378,7 +362,7 @@ class StateSource:
     @property
     def is_complete(self) -> bool:
         """Whether only a small rest remains to be sent, or the whole state has to be sent."""
-        return bool(self.problem) or (self._sent == len(self._tensors.parameters) and not self._waiting)
+        return bool(self.problem) or (self._sent == len(self._parameters) and not self._waiting)
 
     def send_rest(self, number: StateNumber, check: Callable[[], None]) -> None:
         """Send the rest between two steps, if all but the rest was sent. `check` may raise an error."""
@@ -439,18 +423,18 @@ class StateSource:
             self._pauses[last] = time.monotonic() - ended_at
         limit = max(MAX_WAIT * self._total_bytes / self._bandwidth, LEAST_WAIT)
         self._wait(max(limit - self._waited, 0.0))
-        optimizer = self._tensors.optimizers[number]
+        optimizer = self._optimizers[number]
         if getattr(optimizer, "grad_scale", None) is not None:
             raise OSError("the optimizer divides gradients by the scale of the loss")
-        sent = self._tensors.of(number, self._sent)
+        sent = [each for each in self._parameters[: self._sent] if each.owner == number]
         step = {
             "optimizer": number,
             "groups": [
                 {name: value for name, value in group.items() if name != "params"}
                 for group in optimizer.param_groups
             ],
-            "values": [self._tensors.small(each) for each in sent],
-            "gradients": [self._tensors.parameters[each].grad for each in sent],
+            "values": [each.small for each in sent],
+            "gradients": [each.tensor.grad for each in sent],
         }
         self._step.copy(step)
 
@@ -463,10 +447,10 @@ class StateSource:
         if pause is None or pause == max(self._pauses.values()):
             budget = max(budget, CHUNK, LEAST_SHARE * self._total_bytes)
         parameters, others, size = [], {}, 0
-        while self._sent < len(self._tensors.parameters) and size < budget:
-            size += sum(tensor.nbytes for _, tensor in self._tensors.large(self._sent))
-            parameter = self._tensors.parameters[self._sent].detach()
-            parameters.append([parameter, dict(self._tensors.state(self._sent))])
+        while self._sent < len(self._parameters) and size < budget:
+            parameter = self._parameters[self._sent]
+            size += sum(tensor.nbytes for tensor in parameter.large.values())
+            parameters.append([parameter.tensor.detach(), dict(parameter.state)])
             self._sent += 1
         while self._waiting and size < budget:
             name = self._waiting.popleft()
@@ -478,7 +462,7 @@ class StateSource:
 
     def _send_rest(self, number: StateNumber, check: Callable[[], None]) -> None:
         spec, tensors = flatten(self._make_state())
-        sent = self._tensors.all_large(self._sent)
+        sent = _all_large(self._parameters[: self._sent])
         places = {_address(tensor): key for key, tensor in sent.items()}
         known: dict[int, Key] = {}
         for index, (name, tensor) in enumerate(zip(TensorIndex(spec).names(), tensors, strict=True)):
@@ -524,7 +508,8 @@ class StateFollower:
     """Receives the state of a `StateSource`, and makes its steps."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], memory: ReceiveMemory) -> None:
-        self._tensors = _Tensors(optimizers)
+        self._optimizers = optimizers
+        self._parameters = _parameters_of(optimizers)
         self._memory = memory
         self.count = 0
         """Parameters that this replica has received, the first ones."""
@@ -558,7 +543,7 @@ class StateFollower:
         finally:
             if self.number is None:
                 # The whole state needs this memory.
-                for optimizer in self._tensors.optimizers:
+                for optimizer in self._optimizers:
                     optimizer.state.clear()
                 self._others.clear()
                 self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -574,11 +559,7 @@ class StateFollower:
         if self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         _read(connection, self._buffer[:size].numpy().data, check)
-        tensors = [
-            self._buffer[offset : offset + each.bytes].view(each.dtype).view(each.shape)
-            for each, offset in zip(found, offsets_of(found), strict=True)
-        ]
-        return unflatten(bytes(spec), tensors)
+        return unflatten(bytes(spec), divide(self._buffer, found))
 
     def _step(
         self,
@@ -588,26 +569,27 @@ class StateFollower:
         gradients: list[Tensor | None],
     ) -> None:
         """Make a step of an optimizer for the parameters that this replica has."""
-        stepping = self._tensors.optimizers[optimizer]
-        own = self._tensors.of(optimizer, self.count)
+        stepping = self._optimizers[optimizer]
+        own = [each for each in self._parameters[: self.count] if each.owner == optimizer]
         for group, settings in zip(stepping.param_groups, groups, strict=True):
             for name, value in settings.items():
                 group[name] = _on_device_of(group[name], value) if name in group else value
-        for number, kept, gradient in zip(own, values, gradients, strict=True):
-            parameter = self._tensors.parameters[number]
-            self._set_values(number, kept)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        for parameter, kept, gradient in zip(own, values, gradients, strict=True):
+            self._set_values(parameter, kept)
+            tensor = parameter.tensor
+            tensor.grad = None if gradient is None else gradient.to(tensor.device)
         # Not `optimizer.step`, which schedulers count.
         type(stepping).step(stepping)
-        for number in own:
-            self._tensors.parameters[number].grad = None
+        for parameter in own:
+            parameter.tensor.grad = None
 
     @torch.no_grad()
     def _keep(self, parameters: list[tuple[Tensor, dict[str, Any]]], others: dict[str, Tensor]) -> None:
         """Keep what follows the steps from now on."""
         for value, kept in parameters:
-            self._tensors.parameters[self.count].copy_(value)
-            self._set_values(self.count, kept)
+            parameter = self._parameters[self.count]
+            parameter.tensor.copy_(value)
+            self._set_values(parameter, kept)
             self.count += 1
         self._others.update({name: self._kept(value) for name, value in others.items()})
 
@@ -617,11 +599,9 @@ class StateFollower:
         copy: Tensor = unflatten(spec, [self._memory.tensor(layout_of(content)).copy_(content)])
         return copy
 
-    def _set_values(self, number: int, kept: dict[str, Any]) -> None:
-        parameter = self._tensors.parameters[number]
-        group = self._tensors.groups[number]
-        counts_on_device = group.get("capturable") or group.get("fused")
-        state = self._tensors.optimizers[self._tensors.owners[number]].state[parameter]
+    def _set_values(self, parameter: _Parameter, kept: dict[str, Any]) -> None:
+        counts_on_device = parameter.group.get("capturable") or parameter.group.get("fused")
+        state = parameter.optimizer.state[parameter.tensor]
         for name, value in kept.items():
             before = state.get(name)
             if isinstance(before, Tensor) and isinstance(value, Tensor):
@@ -629,13 +609,13 @@ class StateFollower:
             elif isinstance(value, Tensor):
                 # As torch decides when it loads a state.
                 is_beside = name != "step" or counts_on_device
-                state[name] = self._kept(value).to(parameter.device if is_beside else "cpu")
+                state[name] = self._kept(value).to(parameter.tensor.device if is_beside else "cpu")
             else:
                 state[name] = value
 
     def _complete(self, rest: Any) -> Tree:
         """Return the state, if what this replica has is equal to what the other one has."""
-        own, expected = self._tensors.all_large(self.count), rest["checksums"]
+        own, expected = _all_large(self._parameters[: self.count]), rest["checksums"]
         if differing := [key for key in expected if key not in own or checksum(own[key]) != expected[key]]:
             raise ValueError(
                 f"{len(differing)} of {len(expected)} tensors differ, such as that of parameter "
@@ -671,10 +651,10 @@ def checksum(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _large_tensors(state: Tree, own: _Tensors) -> Iterator[tuple[str, Tensor]]:
+def _large_tensors(state: Tree, own: Iterable[_Parameter]) -> Iterator[tuple[str, Tensor]]:
     """Yield the large tensors of a state by name, without those that follow the steps of an optimizer."""
     spec, tensors = flatten(state)
-    followed = {_address(each) for each in own.all_large().values()}
+    followed = {_address(each) for each in _all_large(own).values()}
     for name, tensor in zip(TensorIndex(spec).names(), tensors, strict=True):
         if tensor.nbytes > SMALL and _address(tensor) not in followed:
             yield name, tensor

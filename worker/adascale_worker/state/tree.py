@@ -121,10 +121,6 @@ class TensorIndex:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
 
-    def numbers_below(self, path: tuple[str, ...]) -> set[int]:
-        """Return the numbers of all tensors at and below a path of keys."""
-        return {place.number for place in self._places if place.path[: len(path)] == path}
-
     def names(self) -> list[str]:
         """Return a name for each tensor: its path in the state, the parts separated by dots."""
         names: dict[int, str] = {}
