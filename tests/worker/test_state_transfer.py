@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +123,7 @@ def transfer_states(rank: int, folder: Path) -> None:
     receivers = [each for each in range(REPLICAS) if each not in SOURCES]
     route = routes(SOURCES, receivers, [""] * REPLICAS)[rank]
     for state in STATES:
-        received = transfer.transfer(group, route, lambda state=state: state, ReceiveMemory([SMALL * 2]))
+        received = transfer.transfer(group, route, partial(deepcopy, state), ReceiveMemory([SMALL * 2]))
         assert (route.source is None) == (received is None)
         assert received is None or equal(received, state)
     group.sum([1.0])

@@ -289,8 +289,9 @@ class _Parameter:
     @property
     def large(self) -> dict[Key, Tensor]:
         """It, and the tensors of its size."""
-        kept = {(self.number, name): value for name, value in self.state.items() if _is_large(value)}
-        return {(self.number,): self.tensor, **kept}
+        found: dict[Key, Tensor] = {(self.number,): self.tensor}
+        found |= {(self.number, name): value for name, value in self.state.items() if _is_large(value)}
+        return found
 
     @property
     def small(self) -> dict[str, Any]:
