@@ -206,6 +206,12 @@ class Agent:
         return f"{self._agent}.{self._trainers}"
 
     @property
+    def _is_registered(self) -> bool:
+        """Whether the present trainer is registered."""
+        registered = self._heartbeat.registration
+        return registered is not None and registered.instance == self._instance
+
+    @property
     def _assigned(self) -> int:
         """The newest generation that the trainer knows."""
         return max(self._assignment.generation if self._assignment is not None else 0, self._held)
@@ -327,7 +333,7 @@ class Agent:
         """Return what a replica does whose trainer does not measure its time yet."""
         if status.port is None or self._assignment is not None:
             return Cause.CHECK if status.spent.present == Cause.CHECK else Cause.STARTING
-        if self._registered is None or self._registered.instance != self._instance:
+        if not self._is_registered:
             return Cause.CHECK
         active, desired = self._view.active, self._view.desired
         if active is None or desired is None or self._view.broken or not desired.spares:
@@ -336,8 +342,7 @@ class Agent:
 
     def _may_register(self, trainer: TrainerProcess) -> bool:
         """Whether a trainer is registered already, or its replica reaches the members that train."""
-        registered = self._heartbeat.registration
-        if (registered is not None and registered.instance == self._instance) or self._is_terminating:
+        if self._is_registered or self._is_terminating:
             return True
         try:
             return self._link_check.passes(self._view, is_current=self._heartbeat.error is None)
