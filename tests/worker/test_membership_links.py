@@ -24,6 +24,7 @@ from adascale_worker.membership.links import AgentChannel, MembershipLinks
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment, listen, package_version
 from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.reporting.time_spent import TimeSpent
 from support.launch import wait_until
 
 ADDRESS = "127.0.0.1"
@@ -72,6 +73,7 @@ def generations_of(trainer: socket.socket) -> Generations:
         state=NoState(),
         accelerator="",
         channel=AgentChannel(trainer),
+        spent=TimeSpent(lambda _: None),
     )
     return Generations(cast(Context, parts))
 
