@@ -317,6 +317,32 @@ def test_a_coordinator_without_the_secret_gets_no_arrival() -> None:
             links.close()
 
 
+def test_a_member_connects_again_to_a_coordinator_that_was_silent() -> None:
+    """It may have been frozen, and knows then which replicas are lost."""
+    with listen(ADDRESS) as listener:
+        listener.setblocking(True)
+        listener.settimeout(PATIENCE)
+        members = tuple(Member(rank, f"i{rank}", ADDRESS, listener.getsockname()[1]) for rank in range(3))
+        links = MembershipLinks(
+            Assignment(GENERATION, 1, members, SECRET, {}), listener, SECRET, 1.0, lambda _: None
+        )
+        try:
+            for news in ({}, {"lost": [2]}):
+                connection, _ = listener.accept()
+                with connection, connection.makefile("r") as lines:
+                    connection.sendall(json.dumps({"challenge": "00"}).encode() + b"\n")
+                    answer = json.loads(lines.readline())
+                    proof = mac("coordinator", answer["challenge"], answer)
+                    connection.sendall(json.dumps({"mac": proof}).encode() + b"\n")
+                    connection.sendall(json.dumps(news).encode() + b"\n")
+                    if news:
+                        wait_until(lambda: links.lost == {0, 2}, "the news of the coordinator")
+                    else:
+                        assert not any(json.loads(line) for line in lines), "it is silent, and closed"
+        finally:
+            links.close()
+
+
 # -- another version ------------------------------------------------------------------------------------
 
 

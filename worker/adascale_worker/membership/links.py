@@ -332,7 +332,9 @@ class MembershipLinks:
         while 0 not in self._departed:
             with contextlib.suppress(OSError):
                 address = coordinator.address, coordinator.port
-                await self._communicate_over(socket.create_connection(address, timeout=1.0))
+                connection = socket.create_connection(address, timeout=1.0)
+                # A task of its own, which silence cancels.
+                await asyncio.wait([self._loop.create_task(self._communicate_over(connection))])
             interval = RECONNECT_INTERVAL
             if self.broken:
                 interval = BROKEN_RECONNECT_INTERVAL * random.uniform(0.5, 1.0)
