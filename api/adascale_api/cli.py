@@ -30,6 +30,7 @@ from adascale_api.service.service import Settings
 from adascale_core.errors import AdaScaleError, UsageError, requires_extra
 from adascale_core.names import (
     DEFAULT_API_PORT,
+    ENV_OTLP_ENDPOINT,
     ENV_READ_TOKEN,
     ENV_READ_TOKEN_FILE,
     ENV_TOKEN,
@@ -38,8 +39,6 @@ from adascale_core.names import (
 
 ENV_DATABASE = "ADASCALE_DATABASE"
 """The URL of the database. A password in it is then in no list of processes."""
-ENV_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""The URL of a collector of OpenTelemetry."""
 DEFAULT_DATABASE = "sqlite:///adascale.db"
 MAX_RECORDS = 10
 """Log records of one place in the source in `INTERVAL`."""

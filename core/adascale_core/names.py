@@ -8,6 +8,8 @@ from __future__ import annotations
 
 DISTRIBUTION = "adascale-operator"
 """Name of the Python package."""
+ENV_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""The URL of a collector of OpenTelemetry, to which a metrics service sends what jobs do."""
 
 # -- the custom resource --------------------------------------------------------------------------------
 

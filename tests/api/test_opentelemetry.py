@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import signal
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +15,7 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from adascale_controller.local.service_process import STOP_TIMEOUT
 from adascale_core.messages.registration import ReplicaState
 from api.client import TOKEN, Client, ServiceProcess, a_heartbeat, a_registration, wait_until
 from support.launch import free_port
@@ -107,8 +110,13 @@ def test_generations_and_losses_are_spans_and_the_seconds_a_counter(
     assert loss.end_time_unix_nano == second.start_time_unix_nano < second.end_time_unix_nano
 
 
-def test_without_a_collector_the_service_goes_on_and_stops_soon(tmp_path: Path) -> None:
-    with start(tmp_path, free_port()) as service, Client(service.port) as client:
-        client.register("a", a_heartbeat(0, seconds={"starting": 2.0}))
-        assert client.get("/jobs/a/goodput")["replica_seconds"]["starting"] == 2.0
-        assert service.stop() == 0
+def test_a_collector_that_does_not_answer_delays_neither_the_service_nor_its_end(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for port in (silent.getsockname()[1], free_port()):
+            with start(tmp_path, port) as service, Client(service.port) as client:
+                client.register("a", a_heartbeat(0, seconds={"starting": 2.0}))
+                assert client.get("/jobs/a/goodput")["replica_seconds"]["starting"] == 2.0
+                # Its exporters would try for longer than the service has to end.
+                service.send_signal(signal.SIGTERM)
+                wait_until(lambda: service.code is not None, "the end", patience=3 * STOP_TIMEOUT)
+                assert service.code == 0

@@ -69,13 +69,16 @@ def is_divisible(loader: object, *samplers: type) -> TypeGuard[DataLoader[Any]]:
 
 def samples_of(dataset: object, what: str) -> int:
     """Return the length of a data set. For errors, `what` is where it is from."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        problem = "an IterableDataset" if isinstance(dataset, IterableDataset) else "which has no length"
-        raise DatasetError(
-            f"{what} has a {type(dataset).__name__}, {problem}: an elastic job needs a data set with __len__ "
-            "and __getitem__, so that any number of replicas can share it"
-        )
-    return len(dataset)
+    problem = "an IterableDataset"
+    if not isinstance(dataset, IterableDataset):
+        try:
+            return len(dataset)  # type: ignore[arg-type]
+        except TypeError:
+            problem = "which has no length"
+    raise DatasetError(
+        f"{what} has a {type(dataset).__name__}, {problem}: an elastic job needs a data set with __len__ and "
+        "__getitem__, so that any number of replicas can share it"
+    )
 
 
 def refuse(where: str, settings: Mapping[str, Any], ways: Mapping[str, str]) -> None:
@@ -98,7 +101,9 @@ def by_optimizer(
     names = {id(optimizer): f"optimizer_{number}" for number, optimizer in enumerate(optimizers)}
     found: dict[str, Any] = {}
     for scheduler in schedulers:
-        name = names.get(id(getattr(scheduler, "optimizer", None)), "")
+        # One without that attribute is of the only optimizer.
+        default = optimizers[0] if len(optimizers) == 1 else None
+        name = names.get(id(getattr(scheduler, "optimizer", default)), "")
         if not name or name in found:
             which = "a second scheduler of an optimizer" if name else "the scheduler of another optimizer"
             raise WorkerError(

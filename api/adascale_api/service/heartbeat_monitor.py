@@ -1,6 +1,6 @@
 """Removes replicas whose agents no longer send heartbeats.
 
-Heartbeats are kept in memory, with the time of a clock that is never set. Nothing is written for them, so
+Heartbeats are kept in memory, with the time of a clock that is never set. Nothing is written first, so
 they are recorded while the database is unavailable, and no replica is removed because the service could not
 record its heartbeat. After a start, each replica has the whole timeout to send the next one.
 """

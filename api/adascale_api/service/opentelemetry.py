@@ -5,6 +5,7 @@ its own, and drops what no collector takes.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -24,8 +25,12 @@ from adascale_api.data.store import jobs, replica_seconds
 from adascale_api.errors import UnavailableError
 from adascale_core.views.jobs import GenerationCause, GenerationView
 
-LAST_EXPORT = 3.0
-"""Seconds that a service which stops waits for a collector."""
+LATEST = 86_400.0
+"""Seconds in which a generation has ended that is looked for: its end may be noticed later."""
+LAST_EXPORT = 1.5
+"""Seconds that a service which stops waits for each of spans and counters to be sent."""
+_Generations = dict[str, list[GenerationView]]
+"""Those of jobs, by id."""
 _LOSSES = {GenerationCause.DISRUPTION: "loss", GenerationCause.FAILURE: "failure"}
 
 
@@ -35,8 +40,11 @@ class OpenTelemetryExport:
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
-        self._since = clock()
         self._seconds: dict[str, float] = {}
+        self._first: dict[str, float] | None = None
+        """The seconds at the first read: the counter has what comes later."""
+        self._sent: dict[str, int] | None = None
+        """The last generation of each job that had ended at the last read."""
         resource = Resource.create({"service.name": "adascale-api"})
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -48,27 +56,34 @@ class OpenTelemetryExport:
         )
 
     async def update(self) -> None:
-        """Read the seconds, and add spans of the generations that have ended since the last call."""
-        until = self._clock()
-        since, self._since = self._since, until
+        """Read the seconds, and add spans of generations whose end was stored since the last call."""
 
-        def read(transaction: Transaction) -> list[tuple[str, list[GenerationView]]]:
-            self._seconds = replica_seconds.totals(transaction)
-            ids = jobs.ids_of_ended_generations(transaction, since, until)
-            return [(each, jobs.generations(transaction, jobs.find_job(transaction, each))) for each in ids]
+        def read(transaction: Transaction) -> tuple[dict[str, float], dict[str, int], _Generations]:
+            last = jobs.last_ended_generations(transaction, self._clock() - LATEST)
+            # Of what has ended before the start, earlier services have sent it.
+            sent = last if self._sent is None else self._sent
+            new = [each for each, generation in last.items() if generation > sent.get(each, 0)]
+            found = {each: jobs.generations(transaction, jobs.find_job(transaction, each)) for each in new}
+            return replica_seconds.totals(transaction), last, found
 
-        for job_id, generations in await self._database.read_long(read):
+        seconds, last, found = await self._database.read_long(read)
+        sent, self._sent = self._sent or {}, last
+        self._first = self._first or seconds
+        self._seconds = seconds
+        for job_id, generations in found.items():
             for before, view in zip([None, *generations], generations, strict=False):
-                if view.ended_at is not None and since <= view.ended_at < until:
+                if view.generation > sent.get(job_id, 0) and view.ended_at is not None:
                     self._add_spans(job_id, before, view, view.ended_at)
 
     async def close(self) -> None:
         """Send what is left, for a limited time."""
-        flushes = [provider.force_flush for provider in (self._traces, self._metrics)]
-        with suppress(UnavailableError, TimeoutError):
+        with suppress(UnavailableError):
             await self.update()
-            async with asyncio.timeout(LAST_EXPORT):
-                await asyncio.gather(*map(asyncio.to_thread, flushes))
+        for provider in (self._traces, self._metrics):
+            # Daemons, because an exporter that gets no answer tries again for longer.
+            flush = threading.Thread(target=provider.force_flush, daemon=True)
+            flush.start()
+            await asyncio.to_thread(flush.join, LAST_EXPORT)
 
     def _add_spans(
         self, job_id: str, before: GenerationView | None, view: GenerationView, end: float
@@ -89,7 +104,8 @@ class OpenTelemetryExport:
         span.end(_nanoseconds(end))
 
     def _observe(self, _: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(seconds, {"cause": cause}) for cause, seconds in self._seconds.items()]
+        first = self._first or {}
+        return [Observation(each - first[cause], {"cause": cause}) for cause, each in self._seconds.items()]
 
 
 def _nanoseconds(seconds: float) -> int:

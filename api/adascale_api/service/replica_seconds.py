@@ -25,6 +25,11 @@ class ReceivedSeconds:
         if heartbeat.seconds:
             self._received[job_id, heartbeat.agent] = heartbeat.seconds
 
+    def forget(self, job_id: str) -> None:
+        """Forget what was received of a job that is deleted."""
+        for place in [place for place in self._received if place[0] == job_id]:
+            del self._received[place]
+
     async def store(self) -> None:
         """Store what was received."""
         received, self._received = self._received, {}

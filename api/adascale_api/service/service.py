@@ -114,11 +114,11 @@ class Service:
             (lambda: remove_old_jobs(self.database, self.settings, self.clock()), RETENTION_INTERVAL),
             (self.connections.close_overdue, SWEEP_INTERVAL),
         ]
-        if self.export is not None:
-            repeated.append((self.export.update, STORE_INTERVAL))
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
         check = partial(self.database.check, thorough=True)
         tasks.append(asyncio.create_task(repeat(check, THOROUGH_CHECK_INTERVAL, at_once=True)))
+        if self.export is not None:
+            tasks.append(asyncio.create_task(repeat(self.export.update, STORE_INTERVAL, at_once=True)))
         self.database.listen(self.changed, self.missed_changes)
         try:
             yield
@@ -197,6 +197,8 @@ class Service:
     def changed(self, job_id: str, job: StoredJob | None) -> None:
         """Wake the requests that wait for a change of a job; None if it is deleted or not known here."""
         self.heartbeats.update(job_id, job)
+        if job is None:
+            self.seconds.forget(job_id)
         self.log.add(job_id)
 
     def missed_changes(self) -> None:

@@ -22,7 +22,7 @@ from adascale_controller.local.processes import ChildProcess, StopSignals, tail
 from adascale_controller.local.state_dir import StateDir, replace_file
 from adascale_core.errors import AdaScaleError, UsageError
 from adascale_core.failures import ExitClass, classify_exit, describe_exit
-from adascale_core.names import ENV_READ_TOKEN, ENV_TOKEN
+from adascale_core.names import ENV_OTLP_ENDPOINT, ENV_READ_TOKEN, ENV_TOKEN
 from adascale_core.views.jobs import JobView
 
 START_TIMEOUT = 60.0
@@ -64,6 +64,8 @@ class ServiceProcess:
         self.log = folder.service_log  # the file with its output
         self._options = options
         self._environ = {**environ, ENV_TOKEN: self.token, ENV_READ_TOKEN: self.read_token}
+        # Of the user's own program, whose trainers have it.
+        self._environ.pop(ENV_OTLP_ENDPOINT, None)
         self._inherited = inherited
         self._process: ChildProcess | None = None
 

@@ -10,7 +10,7 @@ class Cause(StrEnum):
     """What a replica spends its time on, from the start of its pod to its end."""
 
     USEFUL = "useful"
-    """Steps, times the efficiency of their batch: what the same samples need at `batch_size`."""
+    """Steps, with what the program does between them, times the efficiency of their batch."""
     EFFICIENCY_LOST = "efficiency_lost"
     """The rest of these steps: what a larger batch wastes."""
     EXCHANGE = "exchange"
@@ -32,7 +32,7 @@ class Cause(StrEnum):
     CHECKPOINT = "checkpoint"
     """Checkpoints, as far as training waits for them."""
     PROGRAM = "program"
-    """Everything else that the program does outside of its steps, and the end of its process."""
+    """What the program does outside of its data loops, and the end of its process."""
 
 
 ReplicaSeconds = Mapping[str, float]

@@ -157,7 +157,11 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """Make the forward and the backward pass of a micro-batch."""
         del num_items_in_batch
-        loss: Tensor = super().training_step(model, inputs, self._elastic_items, *args, **kwargs)
+        self._elastic_trains = True
+        try:
+            loss: Tensor = super().training_step(model, inputs, self._elastic_items, *args, **kwargs)
+        finally:
+            self._elastic_trains = False
         # A subclass may compute its loss in another way.
         own = loss if self._elastic_loss is None else self._elastic_loss
         self._elastic_loss, weight = None, self._elastic_weight
@@ -168,12 +172,13 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         self.elastic.log(loss=own)
         return loss
 
+    _elastic_trains = False
     _elastic_loss: Tensor | None = None
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss, weighted by its items in training, so that the mean over a step is right."""
         result = super().compute_loss(model, inputs, *args, **kwargs)
-        if not model.training:
+        if not self._elastic_trains:
             return result
         loss, *rest = result if isinstance(result, tuple) else (result,)
         self._elastic_loss = loss.detach()
@@ -237,14 +242,22 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
             )
             if logits is not None and preprocess is not None:
                 logits = preprocess(logits, labels)
-            read = inputs if "inputs" in self.args.include_for_metrics else {}
-            evaluation.collect({_RESULT: (loss, logits, labels), **read})
+            evaluation.collect({_RESULT: (loss, logits, labels), **self._elastic_read_inputs(inputs)})
         self.preprocess_logits_for_metrics = None
         try:
             loader = self.accelerator.prepare_data_loader(results_loader(dataloader, evaluation.outputs))
             return super().evaluation_loop(loader, description, *more)
         finally:
             self.preprocess_logits_for_metrics = preprocess
+
+    def _elastic_read_inputs(self, inputs: Any) -> dict[str, Any]:
+        """Return the inputs that the loop of the framework reads besides the results."""
+        if "inputs" not in self.args.include_for_metrics:
+            return {}
+        if self.args.batch_eval_metrics:
+            return dict(inputs)
+        name = getattr(self.model, "main_input_name", "input_ids")
+        return {name: inputs[name]}
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the prediction step of a batch, or return its result that a replica has made."""

@@ -42,6 +42,8 @@ def require_supported(trainer: Any, strategy: Any) -> None:
     settings["devices"] = len(strategy.parallel_devices) if strategy.is_on_cpu else 1
     if trainer.fast_dev_run:
         settings["limit_train_batches"] = 1
+    elif not trainer.limit_train_batches:
+        settings["limit_train_batches"] = "0"  # A setting of 0 is one that is not used.
     used: dict[str, Any] = {name: value for name, value in settings.items() if value != _UNSET.get(name)}
     used["sync_batchnorm"] = strategy._layer_sync is not None
     refuse(f"in a Trainer {_WHERE}", used, _REFUSED)

@@ -57,9 +57,11 @@ class TimeSpent:
         try:
             yield
         finally:
-            self._charge(cause)
-            self._present = outer
-            self._report()
+            # A generator that was left is closed at any time.
+            if self._present is cause:
+                self._charge(cause)
+                self._present = outer
+                self._report()
 
     def add(self, cause: Cause, seconds: float) -> None:
         """Charge the last seconds to a cause, and what was before them to what it belongs to."""

@@ -408,9 +408,9 @@ def generations(transaction: Transaction, job: StoredJob) -> list[GenerationView
     return views
 
 
-def ids_of_ended_generations(transaction: Transaction, since: float, until: float) -> list[str]:
-    """Return the ids of the jobs of which a generation has ended between two times."""
-    return [job_id for (job_id,) in transaction.all(_ENDED, since=since, until=until)]
+def last_ended_generations(transaction: Transaction, since: float) -> dict[str, int]:
+    """Return the last generation that has ended, of each job of which one has ended since a time."""
+    return dict(transaction.all(_ENDED, since=since))  # type: ignore[arg-type]
 
 
 def used_replicas(transaction: Transaction, since: float, now: float) -> list[UsedReplicas]:
@@ -517,8 +517,8 @@ _GENERATIONS = Sql(
 )
 _ENDED = Sql(
     """
-    SELECT DISTINCT jobs.id FROM generations JOIN jobs ON jobs.key = generations.job_key
-    WHERE ended_at >= :since AND ended_at < :until
+    SELECT jobs.id, max(generation) FROM generations JOIN jobs ON jobs.key = generations.job_key
+    WHERE ended_at >= :since GROUP BY jobs.id
     """
 )
 _STEPS = Sql("SELECT generation, min(time), max(time) FROM reports WHERE job_key = :key GROUP BY generation")

@@ -34,13 +34,18 @@ def store(transaction: Transaction, counted: Counted, now: float) -> None:
 
 
 def add_points(transaction: Transaction, ids: Collection[str], now: float) -> None:
-    """Add a point to the history of jobs, and sum what is too much to be kept."""
-    transaction.execute_for_each(_ADD_POINT, [(now, job_id) for job_id in sorted(ids)])
-    for (key,) in transaction.all(_MANY_AGENTS, most=2 * MAX_AGENTS):
-        transaction.execute(_ADD_TO, into=key, key=key, kept=MAX_AGENTS)
-        transaction.execute(_REMOVE, key=key, kept=MAX_AGENTS)
-    for (key,) in transaction.all(_MANY_POINTS, most=MAX_POINTS):
-        transaction.execute(_THIN, key=key)
+    """Add a point to the history of jobs where one is due, and sum what is too much to be kept.
+
+    The older a job is, the further apart its points are.
+    """
+    for job_id in sorted(ids):
+        transaction.execute(_ADD_POINT, id=job_id, now=now, parts=MAX_POINTS / 2)
+        for key, agents, points in transaction.all(_COUNTS, id=job_id):
+            if agents > 2 * MAX_AGENTS:
+                transaction.execute(_ADD_TO, into=key, key=key, kept=MAX_AGENTS)
+                transaction.execute(_REMOVE, key=key, kept=MAX_AGENTS)
+            if points > MAX_POINTS:
+                transaction.execute(_THIN, key=key)
 
 
 def keep_of_deleted(transaction: Transaction, key: int) -> None:
@@ -87,16 +92,24 @@ _UPSERT = Sql(
 _ADD_POINT = Sql(
     f"""
     INSERT INTO goodput_history (job_key, time, {_LIST})
-    SELECT key, ?, {_SUMS} FROM jobs JOIN replica_seconds ON job_key = key WHERE id = ? GROUP BY key
-    ON CONFLICT DO NOTHING
+    SELECT key, :now, {_SUMS} FROM jobs JOIN replica_seconds ON job_key = key
+    WHERE id = :id AND coalesce((
+        SELECT max(time) + (:now - min(time)) / :parts FROM goodput_history WHERE job_key = key
+    ), 0.0) <= :now
+    GROUP BY key ON CONFLICT DO NOTHING
     """
 )
-_MANY_AGENTS = Sql("SELECT job_key FROM replica_seconds GROUP BY job_key HAVING count(*) > :most")
-_MANY_POINTS = Sql("SELECT job_key FROM goodput_history GROUP BY job_key HAVING count(*) > :most")
+_COUNTS = Sql(
+    """
+    SELECT key, (SELECT count(*) FROM replica_seconds WHERE job_key = key),
+        (SELECT count(*) FROM goodput_history WHERE job_key = key)
+    FROM jobs WHERE id = :id
+    """
+)
 _EARLIER = """
     job_key = :key AND agent NOT IN (
         SELECT agent FROM replica_seconds WHERE job_key = :key AND agent <> ''
-        ORDER BY changed_at DESC LIMIT :kept
+        ORDER BY changed_at DESC, agent LIMIT :kept
     )
     """
 _ADD_TO = Sql(
