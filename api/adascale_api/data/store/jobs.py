@@ -410,7 +410,7 @@ def generations(transaction: Transaction, job: StoredJob) -> list[GenerationView
 
 def last_ended_generations(transaction: Transaction, since: float) -> dict[str, int]:
     """Return the last generation that has ended, of each job of which one has ended since a time."""
-    return dict(transaction.all(_ENDED, since=since))  # type: ignore[arg-type]
+    return dict(transaction.all(_ENDED, since=since))
 
 
 def used_replicas(transaction: Transaction, since: float, now: float) -> list[UsedReplicas]:
