@@ -1,6 +1,5 @@
-"""The copy of a gradient."""
+"""The copy of a gradient, and the memory that it uses."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -8,14 +7,38 @@ from adascale_worker.scaling.statistics.metric import Metric
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient
 
 
-@pytest.mark.parametrize("gradient", [torch.ones(3), torch.ones(3, 2).t()], ids=["contiguous", "transposed"])
-def test_a_copy_stays_as_it_is_when_the_gradient_changes(gradient: Tensor) -> None:
+def parameter_with(gradient: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(torch.zeros_like(gradient))
-    parameter.grad = gradient.clone()
+    parameter.grad = gradient
+    return parameter
+
+
+def copied(previous: PreviousGradient) -> Tensor:
+    (group,) = previous._gradients or []
+    (gradient,) = group
+    assert gradient is not None
+    return gradient
+
+
+def test_a_gradient_is_copied_into_the_memory_of_the_copy_before() -> None:
     previous = PreviousGradient(Metric())
-    previous.copy_from([[parameter]], step_number=0)
+    previous.copy_from([[parameter_with(torch.ones(3))]], step_number=0)
+    memory = copied(previous).data_ptr()
 
-    parameter.grad.fill_(2.0)
+    previous.copy_from([[parameter_with(torch.tensor([1.0, 2.0, 3.0]))]], step_number=1)
 
-    products = previous.inner_products([[parameter]], torch.device("cpu"))
-    assert products.tolist() == [2.0 * gradient.numel()]
+    assert copied(previous).data_ptr() == memory
+    assert copied(previous).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_memory_of_another_layout_or_type_is_not_used() -> None:
+    for before in (torch.ones(3, 2).t(), torch.ones(3), torch.ones(2, 3, dtype=torch.float64)):
+        previous = PreviousGradient(Metric())
+        previous.copy_from([[parameter_with(before)]], step_number=0)
+        memory = copied(previous).data_ptr()
+        parameter = parameter_with(torch.full((2, 3), 1 / 3))
+
+        previous.copy_from([[parameter]], step_number=1)
+
+        assert copied(previous).data_ptr() != memory
+        assert copied(previous).equal(parameter.grad)  # type: ignore[arg-type]

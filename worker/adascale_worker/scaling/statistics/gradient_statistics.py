@@ -268,7 +268,7 @@ class GradientStatistics:
         if self._previous_gradient.is_from(self._steps):
             self._previous_gradient.step = PreviousStep(statistics.averaged, self.options.scale, loss_scale)
         elif not self._begins_pair:
-            self._previous_gradient.clear()
+            self._previous_gradient.invalidate()
         return statistics
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -452,7 +452,7 @@ class GradientStatistics:
         is_empty = self._weights is not None and self._weights.positive == 0
         if is_empty or not self._has_expected_passes():
             # What was read is the gradient of the first passes only, or of no valid samples.
-            self._previous_gradient.clear()
+            self._previous_gradient.invalidate()
             return False
         return self._previous_step is not None
 

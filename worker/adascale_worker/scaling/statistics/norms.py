@@ -1,4 +1,4 @@
-"""Norms and inner products of gradients, without a temporary tensor of their size."""
+"""Norms and inner products of gradients, without a temporary tensor of their size, and copies of tensors."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -124,6 +124,17 @@ def divided_like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of a tensor of one dimension, in the shapes of `tensors`, which it has the size of."""
     parts = whole.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def copied(tensor: Tensor, memory: Tensor | None) -> Tensor:
+    """Return a copy of a tensor: in `memory`, if that has its shape, layout, type and device."""
+    if (
+        memory is None
+        or (memory.shape, memory.dtype, memory.device) != (tensor.shape, tensor.dtype, tensor.device)
+        or memory.stride() != tensor.stride()
+    ):
+        memory = torch.empty_like(tensor)
+    return memory.copy_(tensor)
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:

@@ -36,6 +36,10 @@ class OptimizerParameters:
         """Return the parameters by parameter group."""
         return [group["params"] for group in self._optimizer.param_groups]
 
+    def measures(self, parameter: Tensor) -> bool:
+        """Whether this process measures its part of a gradient, which others may have too."""
+        return not self.is_sharded or is_first_copy(parameter)
+
     def measured(self) -> list[list[Tensor]]:
         """Return the parameters whose gradients this process measures, by parameter group."""
         groups = self.groups()

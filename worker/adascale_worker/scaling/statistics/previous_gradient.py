@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.scaling.statistics.metric import Metric
-from adascale_worker.scaling.statistics.norms import inner_products, local_shard
+from adascale_worker.scaling.statistics.norms import copied, inner_products, local_shard
 
 Parameters = Sequence[Sequence[Tensor]]
 """Parameters by parameter group."""
@@ -48,23 +48,34 @@ class PreviousGradient:
         return self.step
 
     def copy_from(self, parameters: Parameters, *, step_number: int) -> None:
-        """Copy the gradients of `parameters`."""
-        self._gradients = None  # Before others need memory.
+        """Copy the gradients of `parameters`, into the memory of the previous copy where it fits."""
+        if self._metric.defined_groups() is not None:
+            # Divided gradients have memory of their own, before which that of the old copy is free.
+            self._gradients = None
+        old = self._gradients or []
         gradients: list[list[Tensor | None]] = []
         for number, group in enumerate(parameters):
-            shards = {n: local_shard(p.grad) for n, p in enumerate(group) if p.grad is not None}
-            divided = self._metric.divided(number, [group[n] for n in shards], list(shards.values()))
-            copies = {
-                n: each.clone() if each is shard else each
-                for (n, shard), each in zip(shards.items(), divided, strict=True)
+            shards = {
+                index: local_shard(parameter.grad)
+                for index, parameter in enumerate(group)
+                if parameter.grad is not None
             }
-            gradients.append([copies.get(n) for n in range(len(group))])
+            present, sources = list(shards), list(shards.values())
+            divided = self._metric.divided(number, [group[index] for index in present], sources)
+            memory = old[number] if number < len(old) else []
+            old_copies = [memory[index] if index < len(memory) else None for index in present]
+            copies = dict(zip(present, _copies(divided, sources, old_copies), strict=True))
+            gradients.append([copies.get(index) for index in range(len(group))])
         self._gradients, self._step_number, self.step = gradients, step_number, None
         self._defined_groups = self._metric.defined_groups()
 
     def is_from(self, step_number: int) -> bool:
         """Whether the copy is of the gradients of this step."""
         return self._gradients is not None and self._step_number == step_number
+
+    def invalidate(self) -> None:
+        """Do not use the copy again, but keep its memory for the next."""
+        self._step_number, self.step = -1, None
 
     def clear(self) -> None:
         """Delete the copy."""
@@ -89,7 +100,7 @@ class PreviousGradient:
         return inner_products(previous, current, device)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the copy as numbers and tensors; None if it is incomplete."""
+        """Return the copy as numbers and tensors, which the next copy changes; None if it is incomplete."""
         if self._gradients is None or self.step is None:
             return None
         return {
@@ -114,3 +125,15 @@ class PreviousGradient:
         self._step_number = state["step_number"]
         self._defined_groups = state["defined_groups"]
         self.step = PreviousStep(**state["step"])
+
+
+def _copies(
+    gradients: Sequence[Tensor], sources: Sequence[Tensor], memory: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return copies of what is in `sources`, in `memory` where they fit, and the other gradients."""
+    return [
+        gradient
+        if gradient is not source
+        else copied(gradient, None if held is None or held.is_set_to(source) else held)
+        for gradient, source, held in zip(gradients, sources, memory, strict=True)
+    ]

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.statistics.metric import Metric
-from adascale_worker.scaling.statistics.norms import is_first_copy, local_shard, sum_of_squares
+from adascale_worker.scaling.statistics.norms import local_shard, sum_of_squares
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters, require_dense
 from adascale_worker.scaling.statistics.steps import GainOptions
 from adascale_worker.torch_private.autograd import (
@@ -137,7 +137,7 @@ class GradientReader:
     def read(self, group: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Read a part of a micro-gradient: the gradients of parameters of a group, not averaged."""
         if self._parameters.is_sharded:
-            measured = [is_first_copy(parameter) for parameter in parameters]
+            measured = [self._parameters.measures(parameter) for parameter in parameters]
             parameters, gradients = list(compress(parameters, measured)), list(compress(gradients, measured))
         norm = self._metric.sqr_norm(group, parameters, gradients, self._parameters.device)
         self._present.setdefault(group, []).append(norm)
