@@ -20,6 +20,8 @@ from api.test_decision import a_decision
 from support.file_systems import fill, small_disk
 
 TO_SCHEMA_13 = (
+    "DROP TABLE replica_seconds",
+    "DROP TABLE goodput_history",
     *(
         f"ALTER TABLE reports DROP COLUMN {column}"
         for column in (

@@ -108,7 +108,8 @@ class Connector:
             for statement in MIGRATION:
                 connection.execute(statement)
             logger.warning("changed the tables of %s to version %d", self.url, SCHEMA_VERSION)
-        self.require_own_tables(connection)
+        else:
+            self.require_own_tables(connection)
         for name, columns in TABLES.items():
             suffix = self.suffixes.get(name, "")
             connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns.format(key=self.key)}) {suffix}")
