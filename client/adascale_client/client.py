@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -19,6 +19,7 @@ from adascale_core.views.goodput import GoodputList, GoodputView
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView
 
 T = TypeVar("T")
+L = TypeVar("L", JobList, GoodputList)
 
 PAGE_SIZE = 100
 """Jobs in one page of the list."""
@@ -65,18 +66,24 @@ class MetricsServiceClient:
         `share` is the share of the time that the requests take: in the rest, the caller's thread sleeps.
         """
         jobs: list[JobView] = []
-        after: str | None = ""
         cursor: str | None = None
-        while after is not None:
-            begun = time.monotonic()
-            answer = self._transport.request("GET", f"jobs?limit={PAGE_SIZE}&after={quote(after, safe='')}")
-            page = self._parse(JobList.from_json, answer)
+        begun = time.monotonic()
+        for page in self._pages("jobs", JobList.from_json):
             jobs += page.jobs
-            after = page.next
             cursor = page.cursor if cursor is None else cursor
-            if after is not None:
+            if page.next is not None:
                 time.sleep((time.monotonic() - begun) * (1 / share - 1))
+            begun = time.monotonic()
         return JobList(jobs, None, cursor or "")
+
+    def _pages(self, path: str, parse: Callable[[dict[str, Any]], L]) -> Iterator[L]:
+        """Yield the pages of a list of jobs."""
+        after: str | None = ""
+        while after is not None:
+            query = f"limit={PAGE_SIZE}&after={quote(after, safe='')}"
+            page = self._parse(parse, self._transport.request("GET", f"{path}?{query}"))
+            yield page
+            after = page.next
 
     def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
         """Return the jobs that have changed since a cursor. Status 410 if the cursor has expired.
@@ -138,13 +145,9 @@ class MetricsServiceClient:
 
     def list_goodput(self) -> GoodputList:
         """Return where the time of the replicas of all jobs went."""
-        jobs: list[GoodputView] = []
-        after: str | None = ""
-        while after is not None:
-            answer = self._transport.request("GET", f"goodput?limit=1000&after={quote(after, safe='')}")
-            page = self._parse(GoodputList.from_json, answer)
-            jobs, after = [*jobs, *page.jobs], page.next
-        return GoodputList(jobs, None, page.replica_seconds)
+        pages = list(self._pages("goodput", GoodputList.from_json))
+        jobs = [job for page in pages for job in page.jobs]
+        return GoodputList(jobs, None, pages[-1].replica_seconds)
 
     # -- gain -----------------------------------------------------------------------------------------------
 

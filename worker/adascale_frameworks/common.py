@@ -175,7 +175,7 @@ class TrainingLoader(ReplacedLoader):
         begin: Callable[[Any], Iterator[Any]],  # gets this object; iterates over the batches of an epoch
         *,
         order: dict[str, Any] | None = None,  # arguments that the program gives in place of a sampler
-        batch_size: int | None = None,  # that steps are counted in; None: that of the loader
+        batch_size: int | None = None,  # the initial batch size; None for that of the loader
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise DatasetError(

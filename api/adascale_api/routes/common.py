@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from adascale_api.auth.authorization import Role
+from adascale_api.bodies import NO_NUL
 from adascale_api.errors import ErrorBody, ForbiddenError, InvalidInputError, RequestError, UnauthorizedError
 from adascale_api.http.connections import CLOSED
 from adascale_api.http.request_body import field_errors
@@ -73,6 +74,8 @@ MAX_WAIT = 60.0
 Wait = Annotated[
     float, Query(ge=0, le=MAX_WAIT, allow_inf_nan=False, description="Seconds to wait for a change.")
 ]
+Limit = Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")]
+After = Annotated[str, Query(max_length=127, pattern=NO_NUL, description="The `next` of the previous page.")]
 ClosedOf = Annotated[Closed, Depends(_closed)]
 """Is done once the client of the request has left."""
 

@@ -1,16 +1,14 @@
 """Where the time of replicas went, of one job and of all."""
 
 from collections.abc import Callable, Sequence
-from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
-from adascale_api.bodies import NO_NUL
 from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replica_seconds
-from adascale_api.routes.common import OF_A_JOB, READER, JobId, ServiceOf, errors
+from adascale_api.routes.common import OF_A_JOB, READER, After, JobId, Limit, ServiceOf, errors
 from adascale_core.views.goodput import GoodputList, GoodputView
 
 router = APIRouter(prefix="/jobs/{job}", tags=["goodput"], responses=OF_A_JOB)
@@ -44,10 +42,8 @@ async def get_goodput(service: ServiceOf, job: JobId) -> Response:
 )
 async def get_goodput_of_all(
     service: ServiceOf,
-    limit: Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")] = 100,
-    after: Annotated[
-        str, Query(max_length=127, pattern=NO_NUL, description="The `next` of the previous page.")
-    ] = "",
+    limit: Limit = 100,
+    after: After = "",
 ) -> Response:
     """Returns a page of jobs, by id, without their history. `next` is the `after` of the next page, null on
     the last page. `replica_seconds` are those of all jobs, also of deleted ones."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 
-from adascale_api.bodies import NO_NUL, AllocationBody, DecisionBody, JobSpecBody
+from adascale_api.bodies import AllocationBody, DecisionBody, JobSpecBody
 from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
@@ -17,8 +17,10 @@ from adascale_api.routes.common import (
     DELETED,
     OF_A_JOB,
     READER,
+    After,
     ClosedOf,
     JobId,
+    Limit,
     MayKnowJobs,
     MayReadAll,
     ServiceOf,
@@ -62,10 +64,8 @@ changes_router = APIRouter(tags=["jobs"], responses=OF_A_JOB)
 async def get_jobs(
     service: ServiceOf,
     shows_all: MayReadAll,
-    limit: Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")] = 100,
-    after: Annotated[
-        str, Query(max_length=127, pattern=NO_NUL, description="The `next` of the previous page.")
-    ] = "",
+    limit: Limit = 100,
+    after: After = "",
 ) -> Response:
     """Returns a page of jobs, by id. `next` is the `after` of the next page, null on the last page. `cursor`
     is the `since` of `/changes`: that of the first page. Logs and addresses are empty without a token that
@@ -243,7 +243,7 @@ async def get_changes(
     shows_all: MayReadAll,
     since: Annotated[str, Query(max_length=64, description="The `cursor` of the last answer.")],
     wait: Wait = 0.0,
-    limit: Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")] = 100,
+    limit: Limit = 100,
 ) -> Response:
     """Returns the jobs that have changed since the cursor, as they are now, and the ids of those that no
     longer exist. Reports alone do not change a job. If there are more than `limit`, the next request returns

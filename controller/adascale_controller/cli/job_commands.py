@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.cli.arguments import (
@@ -46,6 +47,7 @@ from adascale_controller.local.state_dir import location
 from adascale_core import names
 from adascale_core.errors import AdaScaleError, UsageError
 from adascale_core.job_id import parse_job_id
+from adascale_core.messages import Message
 from adascale_core.views.goodput import GoodputList
 from adascale_core.views.job_summary import ENDED
 
@@ -104,10 +106,15 @@ def gain(
     target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
     with _service(target, job, url, state_dir, system_namespace) as (client, found):
         view = client.get_gain(found)
+    _show(view, output, lambda: render_gain(view, time.time()))
+
+
+def _show(view: Message, output: Output, render: Callable[[], RenderableType]) -> None:
+    """Print a view of the metrics service as JSON, or rendered for people."""
     if output is Output.JSON:
         print(json.dumps(view.to_json(), indent=2))
     else:
-        OutputConsole().print(render_gain(view, time.time()))
+        OutputConsole().print(render())
 
 
 @contextmanager
@@ -138,12 +145,13 @@ def explain(
     target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
     with _service(target, job, url, state_dir, system_namespace) as (client, job_id):
         decision, view = client.get_decision(job_id), client.get_job(job_id)
-    if output is Output.JSON:
-        print(json.dumps(decision.to_json(), indent=2))
-        return
-    slow = (describe_contention(view) if target is None else "") or view.slowness
-    ended = view.state if view.state in ENDED else ""
-    OutputConsole().print(render_decision(decision, time.time(), slow, ended, view.latest))
+
+    def render() -> RenderableType:
+        slow = (describe_contention(view) if target is None else "") or view.slowness
+        ended = view.state if view.state in ENDED else ""
+        return render_decision(decision, time.time(), slow, ended, view.latest)
+
+    _show(decision, output, render)
 
 
 def goodput(
@@ -164,17 +172,11 @@ def goodput(
     target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
     if job is None:
         found = _goodput_of_all(target, url, state_dir, system_namespace)
-        if output is Output.JSON:
-            print(json.dumps(found.to_json(), indent=2))
-        else:
-            OutputConsole().print(render_goodput_list(found))
+        _show(found, output, lambda: render_goodput_list(found))
         return
     with _service(target, job, url, state_dir, system_namespace) as (client, job_id):
         view = client.get_goodput(job_id)
-    if output is Output.JSON:
-        print(json.dumps(view.to_json(), indent=2))
-    else:
-        OutputConsole().print(render_goodput(view))
+    _show(view, output, lambda: render_goodput(view))
 
 
 def _goodput_of_all(
