@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule import pod_memory, scheduler
+from adascale_controller.operator.schedule.scheduler import POSTPONED_INTERVAL, Scheduler
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.schedule import capacity_requests
 from adascale_core import names
 from adascale_core.messages.reports import GainReport, StepTime
 from support.fake_api_server import GPU
 from support.fake_cluster import FakeCluster
+from support.observed_jobs import NOW, ON_GPU, SPEC, decided, new_job, node, pod
 
 Object = dict[str, Any]
 
@@ -153,3 +157,25 @@ def test_a_job_that_would_use_more_replicas_requests_one_step_of_growth_at_a_tim
     autoscaler.run(10)
     assert len(cluster.live_pods) == 2, "it is given up, and training went on"
     assert cluster.condition()["message"] == "Training on 2 replicas"
+
+
+def test_no_nodes_are_requested_while_pods_that_fit_are_on_none() -> None:
+    """Kubernetes may place those of the request first, and then the job that fits waits in its place."""
+
+    def pair(*, placed: int) -> list[ObservedJob]:
+        jobs = [new_job(name, spec=replace(SPEC, min_replicas=2), template=ON_GPU) for name in ("a", "b")]
+        return [replace(jobs[0], pods=[pod(0), pod(1)][:placed]), jobs[1]]
+
+    scheduler = Scheduler(request_nodes=True)
+    for placed in (0, 1):
+        decided(scheduler, *pair(placed=placed), nodes=[node("node1", 3)])
+        fits, waits = (scheduler.decision(f"team.{name}") for name in ("a", "b"))
+        assert fits is not None
+        assert waits is not None
+        assert (fits.replicas, waits.replicas) == (2, 0)
+        assert scheduler.next_due(pair(placed=placed)[1]) == NOW + POSTPONED_INTERVAL
+    scheduler.update(pair(placed=2)[0])
+    requests = scheduler.decision("team.b")
+    assert requests is not None
+    assert requests.replicas == 2
+    assert "are requested so that an autoscaler adds nodes" in requests.reason

@@ -70,7 +70,7 @@ class PodMemory(JobMemory):
         self.present_type: str | None = None
         """The type on which its replicas were when that was made."""
         self.is_postponed = False
-        """Whether it may request more than fits once fewer others do."""
+        """Whether it may request more than fits once fewer others do, and what fits is on nodes."""
         self.granted_after = inf
         """When its request has succeeded, on the monotonic clock."""
         self.held_since: float | None = None

@@ -454,7 +454,8 @@ class Scheduler:
         if found is None or not requests.may_begin(now):
             return None
         requesting = sum(memory.requests.active is not None for memory in self._memories.values())
-        job.is_postponed = requesting >= MAX_REQUESTING_JOBS
+        takes_nodes = found[0] is NODES and any(map(_awaits_nodes, self._jobs.values()))
+        job.is_postponed = requesting >= MAX_REQUESTING_JOBS or takes_nodes
         if not job.is_postponed:
             requests.begin(*found, decision.replicas, now)
         return requests.active
@@ -557,6 +558,13 @@ class Scheduler:
         places = self._resources.places(self._contenders.values())
         capacity = capacity_of(places, {job_id: types.on_present}, problems)
         return capacity.max_replicas(job_id)
+
+
+def _awaits_nodes(job: PodMemory) -> bool:
+    """Whether pods of a job that fits are on no node yet, which pods of a request would take from it."""
+    if job.standing is None or job.requests.active is not None or job.observed.is_queued:
+        return False
+    return len(job.observed.replica_pods[0]) < job.standing.replicas
 
 
 def _is_about_another_type(job: PodMemory) -> bool:
