@@ -8,20 +8,17 @@ without in the block before, as the median of the ratios and their quartiles; th
 copies, which is the noise; the duration of a copy, and the steps per copy.
 
 Then a state of `--gigabytes` in tensors of 64 MB is copied and read again: in the memory of the agent, and as
-a checkpoint in a folder, whose file the kernel has in its cache. Copies are sent to the memory of another
-agent, over the loopback interface. Printed are the times, medians of three.
+a checkpoint in a folder, whose file the kernel has in its cache. Printed are the times, medians of three.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +27,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from adascale import ElasticTrainer
-from adascale_core.messages.allocation import Member
 from adascale_storage.folder import Folder
-from adascale_worker.agent import snapshots
-from adascale_worker.agent.snapshots import Snapshots, SnapshotTransfers, make_snapshot_files
-from adascale_worker.process.snapshot_place import SnapshotPlaces
+from adascale_worker.process.snapshot_place import make_snapshot_files
 from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.state import SnapshotMemory
@@ -104,7 +98,6 @@ def measure_copies(gigabytes: float) -> None:
     kept = memory.newest()
     assert kept is not None
     reads = [timed(kept.read) for _ in range(3)]
-    transfers = measure_transfers(state)
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Folder(Path(folder)))
         snapshot.copy(state)
@@ -112,34 +105,7 @@ def measure_copies(gigabytes: float) -> None:
         loads = [timed(store.load) for _ in range(3)]
     print(f"{gigabytes:g} GB: the first two copies: {first[0]:.2f} s and {first[1]:.2f} s")
     print(f"a copy: {statistics.median(copies):.2f} s; to read it: {statistics.median(reads):.2f} s")
-    print(
-        f"to send the first two to another agent: {transfers[0]:.2f} s and {transfers[1]:.2f} s; "
-        f"a later one: {statistics.median(transfers[2:]):.2f} s"
-    )
     print(f"a checkpoint is written in {saved:.2f} s; to read it: {statistics.median(loads):.2f} s")
-
-
-def measure_transfers(state: dict[str, Any]) -> list[float]:
-    """Return how long five copies take to another agent."""
-    snapshots.SHARE, snapshots.POLL = 1.0, 0.0  # type: ignore[misc]
-    sender = Snapshots(0, "127.0.0.1", lambda: "secret", lambda: None)
-    memory = SnapshotMemory(sender.files.split(":"))
-    others = make_snapshot_files().split(":")
-    received = SnapshotMemory(others)
-    source = Member(0, "0.1", "127.0.0.1", 1, snapshot_port=sender.port)
-    places = SnapshotPlaces(others, lambda: math.inf)
-    transfers = SnapshotTransfers(source, places, lambda: "secret", lambda: None)
-
-    def wait_for(step: int) -> None:
-        while (kept := received.newest()) is None or kept.info.step < step:
-            time.sleep(0.01)
-
-    times = []
-    for step in range(2, 7):
-        memory.save(state, replace(INFO, step=step), {})
-        times.append(timed(lambda step=step: wait_for(step)))  # type: ignore[misc]
-    transfers.stop()
-    return times
 
 
 def endless(trainer: ElasticTrainer, data: TensorDataset) -> Iterator[list[torch.Tensor]]:

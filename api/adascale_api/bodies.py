@@ -96,7 +96,7 @@ _TYPES = {
         ("local_bsz_bounds", tuple[Samples, SamplesOrAuto]),
         ("step", _integer(0, MAX_STEPS)),
         ("scale_invariant_steps train_samples", _integer(1, MAX_STEPS)),
-        ("port snapshot_port", _integer(0, 65535)),
+        ("port state_port", _integer(0, 65535)),
         ("exit_code", _integer(-MAX_INTEGER)),
         ("grad_sqr grad_var loss", Estimate),
         ("metrics", Annotated[dict[MetricName, Estimate], Field(max_length=MAX_METRICS)]),
@@ -194,7 +194,7 @@ RegistrationBody = message_body(
     replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
     exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
     version="0.1.0", node="node-a", key="", stall="",
-    accelerator="cpu", local_bsz_limit=None, snapshot_port=40124, pid=4711,
+    accelerator="cpu", local_bsz_limit=None, state_port=40124, pid=4711,
     seconds={"starting": 3.5, "useful": 61.25},
 )  # fmt: skip
 GivenReplicasBody: Any = message_body(GivenReplicas)

@@ -111,9 +111,6 @@ ENV_GENERATION = "ADASCALE_GENERATION"
 """Number of the generation, from 1; 0 before the trainer has one. Set by the agent."""
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
 """Label of an AdaScaleJob or a pod: the LocalQueue of Kueue that it waits in."""
-ENV_JOINS_OTHERS = "ADASCALE_JOINS_OTHERS"
-"""1 if other replicas train when a trainer is started, or will before it does, so that it gets the state of
-training from them. Set by the agent."""
 ENV_AGENT_SOCKET = "ADASCALE_AGENT_SOCKET"
 """Path of the Unix socket over which a trainer reports what it does, and is assigned to generations. Set by
 the agent."""

@@ -135,6 +135,7 @@ class Network(nn.Module):
         return self.last(self.norm(self.first(x))), self.seen[index]
 
 
+faulthandler.enable()  # A crash of torch shows where it was.
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # The harness asks a hanging run where it is.
 folder = Path(os.environ["CHAOS_FOLDER"])
 pace = float(os.environ["PACE"])

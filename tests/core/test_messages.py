@@ -76,7 +76,7 @@ REGISTRATION = Registration(0, "a", ReplicaState.WAITING, 0, "host", 1)
     [
         (REPORT, {"counts_samples": True}),
         (Allocation(1, 2), {"spares": 1}),
-        (REGISTRATION, {"snapshot_port": 40124, "pid": 40124}),
+        (REGISTRATION, {"state_port": 40124, "pid": 40124}),
     ],
 )
 def test_members_that_version_0_1_0_refuses_are_sent_only_if_they_say_something(

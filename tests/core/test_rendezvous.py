@@ -372,16 +372,16 @@ def test_after_the_loss_of_all_state_a_replica_begins_whose_agent_may_have_a_cop
     state = after(
         Rendezvous(),
         Allocation(1, 1, spares=1),
-        replace(registration(0, WAITING, trainer="agent.1"), snapshot_port=40123),
-        replace(registration(1, WAITING), snapshot_port=40124),
+        replace(registration(0, WAITING, trainer="agent.1"), state_port=40123),
+        replace(registration(1, WAITING), state_port=40124),
     )
     assert active(state) == (1, [0])
     # Neither trainer was lost before the other one was there.
-    next_trainer = replace(registration(0, WAITING, trainer=replacement), snapshot_port=40123)
+    next_trainer = replace(registration(0, WAITING, trainer=replacement), state_port=40123)
     state = after(state, registration(0, RUNNING, 1, trainer="agent.1"), next_trainer)
     assert active(state) == (2, [member])
     assert state.active is not None
-    assert state.active.members[0].snapshot_port == 40123 + member
+    assert state.active.members[0].state_port == 40123 + member
 
 
 def test_after_the_loss_of_all_state_no_fewer_begin_than_the_job_requires_now() -> None:

@@ -94,8 +94,11 @@ class Trainer:
         )
 
     @property
-    def port(self) -> int:
-        return int(next(m["port"] for m in self.messages if m["type"] == "ready"))
+    def described(self) -> dict[str, Any]:
+        """The member that it is."""
+        ready = next(m for m in self.messages if m["type"] == "ready")
+        ports = {name: ready[name] for name in ("port", "state_port")}
+        return {"replica": self.replica, "instance": f"i{self.replica}", "address": "127.0.0.1", **ports}
 
     def kill(self, number: int = signal.SIGKILL, process: int = 0) -> None:
         """Send a signal to one of its processes."""
@@ -155,16 +158,12 @@ class Members:
         """
         self.generation += 1
         released = [t for t in self.active if t not in members and t.code is None]
-        described = [
-            {"replica": t.replica, "instance": f"i{t.replica}", "address": "127.0.0.1", "port": t.port}
-            for t in members
-        ]
         for rank, trainer in enumerate(members):
             trainer.send(
                 type="assign",
                 generation=self.generation,
                 rank=rank,
-                members=described,
+                members=[each.described for each in members],
                 secret="secret",
                 env={"ADASCALE_RANK": str(rank), "ADASCALE_REPLICAS": str(len(members)), **(env or {})},
             )
@@ -173,6 +172,11 @@ class Members:
         self.active = list(members)
         if wait:
             self.wait_running()
+
+    def follow(self, spare: Trainer) -> None:
+        """Let a trainer that waits follow the present generation."""
+        source, instance = self.active[0].described, f"i{spare.replica}"
+        spare.send(type="follow", source=source, instance=instance, secret="secret")
 
     def train(self, members: Sequence[Trainer], steps: int) -> None:
         """Make a generation of these members active, and wait until it has made some steps."""

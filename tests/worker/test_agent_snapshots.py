@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from adascale import ElasticTrainer
 from adascale_storage.folder import Folder
-from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.errors import UnusableCheckpointError
+from adascale_worker.process.snapshot_place import make_snapshot_files
 from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.schedule import Checkpointing

@@ -156,11 +156,11 @@ def test_a_service_that_does_not_know_the_port_for_copies_gets_the_registration_
     """As those of version 0.1.0, to which an installation may be set back."""
 
     def answer() -> MemberView:
-        if client.registrations[-1].snapshot_port:
-            raise ServiceRefusedError("snapshot_port: Extra inputs are not permitted", 422)
+        if client.registrations[-1].state_port:
+            raise ServiceRefusedError("state_port: Extra inputs are not permitted", 422)
         return member_view(1)
 
     client = FakeClient(registered=answer)
     heartbeat = start_heartbeat(client)
-    assert heartbeat.register(replace(REGISTRATION, snapshot_port=40124, pid=7), timeout=30)
-    assert [(each.snapshot_port, each.pid) for each in client.registrations[:2]] == [(40124, 7), (0, 0)]
+    assert heartbeat.register(replace(REGISTRATION, state_port=40124, pid=7), timeout=30)
+    assert [(each.state_port, each.pid) for each in client.registrations[:2]] == [(40124, 7), (0, 0)]

@@ -25,6 +25,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment, listen, package_version
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.reporting.time_spent import TimeSpent
+from adascale_worker.state.following import Followers
 from support.launch import wait_until
 
 ADDRESS = "127.0.0.1"
@@ -57,20 +58,12 @@ class Coordinator:
         self.listener.close()
 
 
-class NoState:
-    """A trainer that joins without a state, and receives none."""
-
-    number = None
-
-    def stop_sending(self) -> None: ...
-
-
 def generations_of(trainer: socket.socket) -> Generations:
     """Return the generations of a trainer, with its end of the connection with its agent."""
     parts = SimpleNamespace(
         group=ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True, peer_timeout=PATIENCE),
         shutdown_request=ShutdownRequest(),
-        state=NoState(),
+        state=SimpleNamespace(number=None, has_followed=False, followers=Followers([], dict, ())),
         accelerator="",
         channel=AgentChannel(trainer),
         spent=TimeSpent(lambda _: None),

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from adascale_storage.folder import Folder
-from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.errors import CheckpointError
 from adascale_worker.process.resource_limits import unused_memory
-from adascale_worker.process.snapshot_place import Condition
+from adascale_worker.process.snapshot_place import Condition, make_snapshot_files
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.state import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore

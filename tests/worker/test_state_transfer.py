@@ -20,7 +20,7 @@ from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.state import transfer
-from adascale_worker.state.transfer import CHUNK, SMALL, ReceiveMemory, Route, routes
+from adascale_worker.state.transfer import CHUNK, SMALL, Route, routes
 
 NODES = st.sampled_from(["a", "b", "c"])
 
@@ -98,7 +98,7 @@ class Aborted:
 
 def test_a_transfer_ends_when_a_gpu_has_made_it() -> None:
     with pytest.raises(PeersLostError):
-        transfer.transfer(Aborted(), Route(None, 1), large_state, ReceiveMemory())  # type: ignore[arg-type]
+        transfer.transfer(Aborted(), Route(None, 1), large_state, {})  # type: ignore[arg-type]
 
 
 REPLICAS = 5
@@ -123,9 +123,19 @@ def transfer_states(rank: int, folder: Path) -> None:
     receivers = [each for each in range(REPLICAS) if each not in SOURCES]
     route = routes(SOURCES, receivers, [""] * REPLICAS)[rank]
     for state in STATES:
-        received = transfer.transfer(group, route, partial(deepcopy, state), ReceiveMemory([SMALL * 2]))
+        received = transfer.transfer(group, route, partial(deepcopy, state), {})
         assert (route.source is None) == (received is None)
         assert received is None or equal(received, state)
+    # Those that receive have followed, and one of them has another tensor.
+    own = large_state()
+    if rank == 3:
+        own["half"][7] += 1
+    known = transfer.find_known(group, SOURCES, lambda: own, has_followed=rank not in SOURCES)
+    assert known.keys() == {"weights"}
+    received = transfer.transfer(group, route, large_state, known)
+    assert received is None or equal(received, large_state())
+    assert received is None or received["weights"] is known["weights"]
+    assert transfer.find_known(group, SOURCES, lambda: own, has_followed=False) == {}
     group.sum([1.0])
     group.destroy_before_finalization()
 

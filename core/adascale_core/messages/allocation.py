@@ -51,7 +51,7 @@ class Member(Message):
         address, port: where its trainer listens for the other members.
         holds: whether its trainer has the state of training when the generation becomes active.
         node: the node that it runs on; empty if unknown.
-        snapshot_port: where its agent sends copies of the state to the agents of others; 0 if nowhere.
+        state_port: where its trainer sends its state to replicas that wait; 0 if nowhere.
     """
 
     replica: int
@@ -60,7 +60,7 @@ class Member(Message):
     port: int
     holds: bool = False
     node: str = ""
-    snapshot_port: int = 0
+    state_port: int = 0
 
 
 @dataclass(frozen=True)

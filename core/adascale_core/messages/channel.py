@@ -21,11 +21,13 @@ class Ready(Message):
         port: where it listens.
         accelerator: the type of accelerator; empty if unknown.
         pid: its process id, which is not that of the agent's child process if a shell has started it.
+        state_port: where it sends its state to replicas that wait; 0 if nowhere.
     """
 
     port: int
     accelerator: str = ""
     pid: int | None = None
+    state_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,21 @@ class Assignment(Message):
 
 
 @dataclass(frozen=True)
+class Follow(Message):
+    """Get the state of this member while waiting for a generation.
+
+    Args:
+        source: the member.
+        instance: this trainer.
+        secret: known to the members only.
+    """
+
+    source: Member
+    instance: str
+    secret: str
+
+
+@dataclass(frozen=True)
 class Refuse(Message):
     """This process is not the trainer of the replica, which has another one."""
 
@@ -177,7 +194,7 @@ TrainerMessage = (
     | Exiting
 )
 """What a trainer sends to its agent."""
-AgentMessage = Assignment | Refuse | Terminate | Hold | Release
+AgentMessage = Assignment | Follow | Refuse | Terminate | Hold | Release
 """What an agent sends to its trainer."""
 
 _NAMES: Mapping[type, str] = {Assignment: "assign", SavedElsewhere: "saved", TrainingSaved: "final"}

@@ -41,7 +41,7 @@ def agent_of(instance: str) -> str:
     return instance.rpartition(".")[0] or instance
 
 
-_SINCE_0_1_0 = ("snapshot_port", "pid")
+_SINCE_0_1_0 = ("state_port", "pid")
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ class Registration(Message):
             the kind of the device; empty if unknown.
         local_bsz_limit: the largest local batch size that its trainer can still try, because a larger one
             did not fit into memory; None if none has failed in its generation.
-        snapshot_port: port on which its agent sends the copies of the state in its memory to the agents of
-            other replicas; 0 if there is none.
+        state_port: where its trainer sends its state to replicas that wait; 0 if nowhere.
         pid: the process id of its trainer, in the namespace of its agent; 0 if no trainer runs.
     """
 
@@ -98,7 +97,7 @@ class Registration(Message):
     stall: str = ""
     accelerator: str = ""
     local_bsz_limit: int | None = None
-    snapshot_port: int = 0
+    state_port: int = 0
     pid: int = 0
 
     def to_json(self) -> dict[str, Any]:

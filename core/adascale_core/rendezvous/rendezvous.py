@@ -710,7 +710,7 @@ def _member(registration: Registration) -> Member:
         registration.port,
         registration.holds,
         registration.node,
-        registration.snapshot_port,
+        registration.state_port,
     )
 
 

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.state import transfer
-from adascale_worker.state.transfer import StateFollower, StateSource
+from adascale_worker.state import following, transfer
+from adascale_worker.state.following import StateFollower, StateSource
 
 SENT = 5
 """Messages: the length of the structure, the structure, and three with tensors."""
 METHODS: dict[str, tuple[Any, str, int]] = {
     "whole 0": (ReplicaGroup, "send", SENT),
-    "piece 0": (StateSource, "_hand_over", 1),
-    "rest 0": (StateSource, "_send_rest", 0),
+    "piece 0": (StateSource, "flush", 0),
+    "rest 0": (transfer, "checksum", 0),
     "piece 1": (StateFollower, "_step", 0),
-    "rest 1": (StateFollower, "_complete", 0),
+    "rest 1": (transfer, "checksum", 0),
 }
 
 
@@ -29,7 +29,7 @@ def fail(*_: Any) -> None:
     raise OSError("the test lets it fail")
 
 
-transfer.LEAST_WAIT = 60.0  # type: ignore[misc]
+following.LEAST_WAIT = 60.0  # type: ignore[misc]
 place = f"{os.environ.get('WHILE', 'whole')} {os.environ.get('DIES', '0')}"
 if place == "whole 0":
     StateSource._before_step = fail  # type: ignore[assignment]

@@ -43,7 +43,7 @@ def receive() -> None:
             send({"type": "stepped", "generation": generation, "step": step})
         elif message["type"] == "hold":
             send({"type": "holding", "generation": generation, "step": step, "lost": []})
-        else:
+        elif message["type"] != "follow":
             os._exit(75)
 
 

@@ -30,14 +30,13 @@ from adascale_core.failures import (
     describe_exit,
 )
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView
-from adascale_core.messages.channel import Assignment, Hold, Release, Terminate
+from adascale_core.messages.channel import Assignment, Follow, Hold, Release, Terminate
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.replica_seconds import Cause
 from adascale_core.rendezvous.instruction import Instruction, instruction, is_taken_for_lost
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.link_check import LinkCheck
 from adascale_worker.agent.replica_time import ReplicaTime
-from adascale_worker.agent.snapshots import Snapshots
 from adascale_worker.agent.trainer_environment import interface_variables, thread_variables
 from adascale_worker.agent.trainer_process import TrainerProcess, TrainerStatus, reap_orphans
 from adascale_worker.errors import (
@@ -47,6 +46,7 @@ from adascale_worker.errors import (
     WorkerError,
 )
 from adascale_worker.process import environment
+from adascale_worker.process.snapshot_place import make_snapshot_files
 
 RESCALE_GRACE = 600.0
 """Seconds that a trainer may take to reach the end of its step and leave a generation that is not broken."""
@@ -64,7 +64,7 @@ POLL_INTERVAL = 0.5
 EXIT_REPORT_TIMEOUT = 3.0
 """Seconds that an agent which exits waits until the metrics service has its last registration."""
 
-REPORTED = ("generation", "step", "lost", "stepped", "stall", "accelerator", "local_bsz_limit")
+REPORTED = ("generation", "step", "lost", "stepped", "stall", "accelerator", "local_bsz_limit", "state_port")
 """What an agent registers as its trainer has reported it."""
 
 
@@ -131,12 +131,8 @@ class Agent:
         """Whether the agent must exit, by SIGTERM, SIGINT, SIGHUP or the death of its parent."""
         self._time = ReplicaTime()
         self._heartbeat = Heartbeat(*service, self._notify, self._time.seconds)
-        self._snapshots: Snapshots | None = None
         if names.ENV_SNAPSHOT_FILES not in environ:
-            self._snapshots = Snapshots(
-                self._replica, self._address, lambda: self._heartbeat.key, self._notify
-            )
-            self._environ[names.ENV_SNAPSHOT_FILES] = self._snapshots.files
+            self._environ[names.ENV_SNAPSHOT_FILES] = make_snapshot_files()
         self._fruitless = 0
         """Trainers that were killed one after the other before they had finished a step."""
         self._restart_at = 0.0
@@ -144,6 +140,8 @@ class Agent:
         """The number of trainers that were started."""
         self._assignment: ActiveAllocation | None = None
         """The newest generation that the trainer was assigned to; None before the first."""
+        self._followed: Follow | None = None
+        """What the trainer was told last to follow."""
         self._held = 0
         """The newest generation for which the trainer was sent `hold`."""
         self._released = False
@@ -243,7 +241,6 @@ class Agent:
             version=environment.package_version(),
             node=self._node,
             key=self._heartbeat.key or self._key,
-            snapshot_port=self._snapshots.port if self._snapshots is not None else 0,
             pid=trainer.pid if trainer is not None and code is None else 0,
             **{name: getattr(status, name) for name in REPORTED},
         )
@@ -267,19 +264,14 @@ class Agent:
     def _start_trainer(self, desired: Allocation) -> TrainerProcess:
         self._trainers += 1
         self._time.follow(Cause.STARTING)
-        self._assignment, self._held, self._released = None, 0, False
+        self._assignment, self._followed, self._held, self._released = None, None, 0, False
         self._kill_at, self._terminate_sent = math.inf, False
         self._link_check = LinkCheck(self._replica)
-        active = self._view.active
-        others_train = active is not None and bool(active.indices - {self._replica})
-        # The replicas that start last become the spares.
-        may_be_spare = desired.spares > 0
         environ = {
             **self._environ,
             names.ENV_RANK: str(self._replica),
             names.ENV_REPLICAS: str(max(desired.replicas, self._replica + 1)),
             names.ENV_GENERATION: "0",
-            names.ENV_JOINS_OTHERS: "1" if others_train or may_be_spare else "0",
         }
         try:
             return TrainerProcess(
@@ -317,8 +309,7 @@ class Agent:
                     # A signal would only reach a shell that has started it, or a handler of the program.
                     trainer.send(Terminate())
                 self._kill_at = now + self._termination_grace
-            if self._snapshots is not None and status.port is not None and self._assigned == 0:
-                self._snapshots.follow(self._view)
+            self._follow(trainer)
             self._instruct(trainer, now)
             if status.port is not None and self._may_register(trainer):
                 self._heartbeat.register(self._registration(trainer, status.state))
@@ -381,7 +372,7 @@ class Agent:
             # secret of the members.
             return
         match instruction(view, self._replica, self._instance, self._assigned, holds=holds):
-            case Instruction.ASSIGN if self._snapshots is None or self._snapshots.is_ready(active):
+            case Instruction.ASSIGN:
                 self._assign(trainer, active)
                 self._kill_at = min(self._kill_at, now + RESCALE_GRACE)
             case Instruction.HOLD if self._held < active.generation:
@@ -396,6 +387,18 @@ class Agent:
                 trainer.send(Release(active.generation, last=last))
                 was_lost = is_taken_for_lost(view, self._replica, self._instance, self._assignment)
                 self._kill_at = min(self._kill_at, now + release_grace(was_lost=was_lost, last=last))
+
+    def _follow(self, trainer: TrainerProcess) -> None:
+        """Let a trainer that waits get the state of the first member of the generation that trains."""
+        active = self._view.active
+        if self._assigned or self._view.broken or active is None or not active.members:
+            return
+        source, key = active.members[0], self._heartbeat.key
+        follow = Follow(source, self._instance, key)
+        joins = active.rank_of(self._replica, self._instance) is not None
+        if key and source.state_port and not joins and follow != self._followed:
+            self._followed = follow
+            trainer.send(follow)
 
     def _assign(self, trainer: TrainerProcess, allocation: ActiveAllocation) -> None:
         rank = allocation.rank_of(self._replica, self._instance)

@@ -120,7 +120,7 @@ class Heartbeat:
         except ServiceRefusedError as error:
             if error.status != 422:
                 raise
-        return self._client.register(self._job_id, replace(registration, snapshot_port=0, pid=0))
+        return self._client.register(self._job_id, replace(registration, state_port=0, pid=0))
 
     def _read_generations(self) -> None:
         backoff = Backoff()

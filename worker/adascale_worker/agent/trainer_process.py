@@ -184,6 +184,7 @@ class TrainerStatus:
     """The state of a trainer, from its messages."""
 
     port: int | None = None  # where it listens for other members; None before it is ready for a generation
+    state_port: int = 0  # where it sends its state to replicas that wait; 0 if nowhere
     # its process id, which is not that of the agent's child process if a shell has started it. None
     # before it is ready, or if unknown.
     pid: int | None = None

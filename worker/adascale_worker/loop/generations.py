@@ -6,11 +6,11 @@ Without an agent there is one generation, which `begin_alone` enters.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import socket
 import time
 from copy import deepcopy
+from functools import partial
 from typing import Final, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -21,6 +21,7 @@ from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import (
     AgentMessage,
     Assignment,
+    Follow,
     Hold,
     Holding,
     Ready,
@@ -34,7 +35,7 @@ from adascale_core.messages.channel import (
     agent_message,
 )
 from adascale_core.messages.replica_seconds import Cause
-from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
+from adascale_core.names import ENV_ADDRESS
 from adascale_worker.errors import (
     CheckpointError,
     StorageUnavailableError,
@@ -43,7 +44,7 @@ from adascale_worker.errors import (
 )
 from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.context import Context
-from adascale_worker.membership.links import Formation, MembershipLinks, PeersLostError
+from adascale_worker.membership.links import FollowerServer, Formation, MembershipLinks, PeersLostError
 from adascale_worker.membership.process_group import described_error, shared_error
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
@@ -53,6 +54,12 @@ POLL: Final = 0.1
 """Seconds after which a wait looks for signals again."""
 MAX_CONNECTION_TIME: Final = 10.0
 """Seconds for which a change waits for replicas that join to connect, while the others train."""
+FOLLOW_PAUSE: Final = 1.0
+"""Seconds until a replica that waits connects again to the one that it follows..."""
+MEMORY_PAUSE: Final = 60.0
+"""...and if it has too little memory for copies."""
+SILENCE: Final = 1.0
+"""Seconds in which something is heard of the replica that is followed, once the others have left it."""
 # The messages of a leader to the other processes of its replica, which wait to enter a generation, are "form"
 # (`ReplicaGroup.form`), "save" and "leave".
 
@@ -84,8 +91,16 @@ class Generations(Context):
         """The links of the generation that this trainer has left, and other members may not have left."""
         self._instances: frozenset[str] = frozenset()
         """The trainers of the present generation."""
-        self._sends_to: MembershipLinks | None = None
-        """The links to the replicas that this one sends its state to, before they are members."""
+        self._server: FollowerServer | None = None
+        """Accepts the replicas that wait. None without an agent, and with several processes."""
+        self._source: Follow | None = None
+        """Whose state this replica gets while it waits."""
+        self._follows_at = 0.0
+        """When it connects next."""
+        self._followed = 0
+        """The newest generation whose rank 0 this replica has followed, or tried to."""
+        self._lack = ""
+        """How much memory is missing for copies, as it was reported."""
         self._pending_since: float | None = None
         """When this trainer has first seen that a change is pending."""
         self._tried = 0
@@ -107,10 +122,6 @@ class Generations(Context):
             self.state.was_restored = self._load()
             self._begin()
             return
-        if os.environ.get(ENV_JOINS_OTHERS) == "1" and not self.group.has_mesh and self.device.type == "cpu":
-            # Before the others wait for it.
-            self.state.prepare_to_receive()
-            self.accumulation.prepare()
         self.start()
         self.enter()
 
@@ -119,8 +130,12 @@ class Generations(Context):
         self.group.watch_processes()
         self.group.observe(self.peers_lost)
         self._listener = listen(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
+        port = self._listener.getsockname()[1]
+        if not self.group.has_mesh:
+            self._server = FollowerServer(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
+        state_port = 0 if self._server is None else self._server.port
         self.channel.start(self._handle)
-        self.channel.send(Ready(self._listener.getsockname()[1], self.accelerator, os.getpid()))
+        self.channel.send(Ready(port, self.accelerator, os.getpid(), state_port))
 
     # -- messages of the agent ----------------------------------------------------------------------------
 
@@ -132,6 +147,8 @@ class Generations(Context):
                 self.shutdown_request.make()
             case Hold(generation):
                 self._hold(generation)
+            case Follow():
+                self._source, self._follows_at = message, 0.0
             case Assignment() | Release() if message.generation > self._newest_generation:
                 if isinstance(message, Assignment):
                     self._prepare(message)
@@ -149,32 +166,42 @@ class Generations(Context):
 
     def is_ready_for_change(self) -> bool:
         """Whether a change is pending, and replicas that join do not wait for more of the state."""
+        followers = self.state.followers
+        for each in self._server.take() if self._server is not None else ():
+            if each.instance in self._instances:
+                each.connection.close()  # It has tried before it was a member.
+            else:
+                followers.add(each, gets_copies=self.group.replicas == 1)
         if not self._change_is_pending:
             self._pending_since = None
+            if self.group.replicas > 1 and self.group.rank == 0:
+                followers.send_to_all()
             return False
+        if self._server is None or self.group.rank > 0:
+            return True
         now = time.monotonic()
         self._pending_since = now if self._pending_since is None else self._pending_since
-        links, state = self._next_links, self.state
-        if self.group.has_mesh:
-            return True
-        if links is not None and self._sends_to is links:
-            return state.is_sent
-        state.stop_sending()
-        self._sends_to = None
-        if links is None or links.assignment.rank > 0:
-            return True
-        members = links.assignment.members
-        joining = [rank for rank, member in enumerate(members) if member.instance not in self._instances]
-        if not joining or any(links.has_arrived(rank) for rank in joining):
-            return True
-        if not all(rank in links.followers for rank in joining):
-            return now - self._pending_since > MAX_CONNECTION_TIME
-        self._sends_to = links
-        try:
-            state.begin_sending(links.connect_to_followers())
-        except OSError as error:
-            print(f"adascale: replicas that join wait for the state: {error}", flush=True)
-        return state.is_sent
+        joining, links = self._joining(), self._next_links
+        is_late = now - self._pending_since > MAX_CONNECTION_TIME
+
+        def is_missing(instance: str) -> bool:
+            has_arrived = links is not None and links.has_arrived(joining[instance])
+            return not (instance in followers.instances or has_arrived or is_late)
+
+        if any(map(is_missing, joining)):
+            return False
+        followers.send_pieces(joining)
+        # Without those whose connections are of no use any more.
+        return not any(map(is_missing, joining)) and followers.have_all(joining)
+
+    def _joining(self) -> dict[str, int]:
+        """Return the ranks of the trainers that join in the next generation; if unknown, of all that may."""
+        if not isinstance(self._newest, Assignment):
+            return dict.fromkeys(self.state.followers.instances if self.group.replicas > 1 else (), 0)
+        members = self._newest.members
+        return {
+            each.instance: rank for rank, each in enumerate(members) if each.instance not in self._instances
+        }
 
     def _prepare(self, assignment: Assignment) -> None:
         """Accept the connections of the members of a generation."""
@@ -272,9 +299,15 @@ class Generations(Context):
                     if newest.last:
                         self._save_before_leaving()
                     self._leave()
+                if self._follow_rank_0(newest):
+                    continue  # There may be news.
                 return newest
             self._require_agent()
-            self.channel.wait(POLL)
+            source = self._source
+            if source is None or newest is not None or time.monotonic() < self._follows_at:
+                self.channel.wait(POLL)
+                continue
+            self._follow(source)
 
     def _save_before_leaving(self) -> None:
         self.group.own.share(["save"])
@@ -299,17 +332,13 @@ class Generations(Context):
             self._next_links = None
         self._left.clear()
         self._links = links
-        if links is not None and links is self._sends_to and not links.broken:
-            self.state.finish_sending(lambda: self._require_undisturbed(links))
-        self.state.stop_sending()
-        if (
-            links is not None
-            and assignment.rank > 0
-            and self.state.number is None
-            and not self.group.has_mesh
-        ):
-            self._receive_state(links)
-        self._sends_to = self._pending_since = None
+        if links is None or links.broken:
+            self.state.followers.close()
+        else:
+            self.state.followers.finish(self._joining(), lambda: self._require_undisturbed(links))
+        if self._server is not None:
+            self._server.secret = _secret_of(assignment)
+        self._pending_since = None
         self._instances = frozenset(member.instance for member in assignment.members)
         store, formation = None, Formation(0, (self.state.number,))
         if links is not None:
@@ -335,22 +364,56 @@ class Generations(Context):
                 self.channel.wait(POLL)
         return store, links.formation
 
-    def _receive_state(self, links: MembershipLinks) -> None:
-        """Receive the state of rank 0 while it trains, until it waits for the others."""
-        assignment = links.assignment
-        with listen(assignment.members[assignment.rank].address) as listener:
-            proof = links.follow(listener.getsockname()[1]).encode()
-            while not links.has_arrived(0):
-                self._require_undisturbed(links)
-                self.channel.wait(POLL)
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    continue
-                with connection:
-                    if _has_sent(connection, proof):
-                        self.state.receive_beside(connection, lambda: self._require_undisturbed(links))
-                        return
+    def _follow_rank_0(self, assignment: Assignment) -> bool:
+        """Get the state of rank 0 of the generation, if that trains; return whether this was tried now."""
+        state = self.state
+        is_done = self._followed == assignment.generation or state.has_followed or state.number is not None
+        if self.group.has_mesh or assignment.rank == 0 or is_done or not assignment.members[0].state_port:
+            return False
+        self._followed = assignment.generation
+        instance = assignment.members[assignment.rank].instance
+        self._source = Follow(assignment.members[0], instance, _secret_of(assignment))
+        self._follow(self._source)
+        return True
+
+    def _follow(self, source: Follow) -> None:
+        """Get the state of a replica that trains, until this one is assigned, or gets nothing more."""
+        if self.device.type == "cpu":
+            # Before the others wait for it.
+            self.accumulation.prepare()
+        lack = ""
+        with contextlib.suppress(OSError, PeersLostError):
+            lack = self.state.follow(source, partial(self._require_source, source))
+        self._follows_at = time.monotonic() + (MEMORY_PAUSE if lack else FOLLOW_PAUSE)
+        if lack and not self._lack:
+            print(
+                f"adascale: no copies of the state of replica {source.source.replica} are kept: {lack}. "
+                "If it is lost, training continues from the last checkpoint",
+                flush=True,
+            )
+        self._lack = lack
+
+    @property
+    def _is_assigned(self) -> bool:
+        """Whether this trainer waits to enter a generation."""
+        return isinstance(self._newest, Assignment) and self._newest.generation > max(self._tried, self._void)
+
+    def _require_source(self, source: Follow, heard_at: float | None) -> None:
+        """Raise an error if this replica gets nothing more of the one that it follows."""
+        is_left = self._refusal is not None or self.shutdown_request.is_made or self.channel.is_closed
+        present = source if self._source is None else self._source
+        is_other = present.source.instance != source.source.instance
+        if is_left or is_other or isinstance(self._newest, Release):
+            raise PeersLostError
+        if not self._is_assigned:
+            return
+        links = self._next_links
+        if links is not None and links.broken:
+            raise PeersLostError
+        # Before, they have sent all. One that is frozen does not end the connection.
+        have_left = links is None or links.has_arrived(0)
+        if have_left and (heard_at is None or time.monotonic() - heard_at > SILENCE):
+            raise PeersLostError
 
     def _follow_leader(self) -> tuple[Assignment, Formation]:
         """Form the group that the leader of this replica forms, in another process of it."""
@@ -543,6 +606,8 @@ class Generations(Context):
             # Else the others keep the state.
             self.state.save_if_possible()
         if group.rank in leaving:
+            if len(leaving) < group.replicas:
+                self.state.followers.finish(self._joining(), self._require_agent)
             self._leave()
         self._left |= {group.indices[rank] for rank in terminated}
         self.enter()
@@ -558,7 +623,7 @@ class Generations(Context):
     def close(self) -> None:
         """Send `leave` to the other members."""
         self.group.observe(None)
-        self.state.stop_sending()
+        self.state.followers.close()
         for links in (self._earlier_links, self._links, self._next_links):
             if links is not None:
                 links.close()
@@ -593,12 +658,3 @@ def _last_reported_step() -> int:
 
 def _secret_of(assignment: Assignment) -> str:
     return assignment.secret or environment.read_secret(os.environ)
-
-
-def _has_sent(connection: socket.socket, proof: bytes) -> bool:
-    """Whether the other end of a new connection proves that it knows the secret of the job."""
-    connection.settimeout(1.0)
-    try:
-        return hmac.compare_digest(connection.recv(len(proof), socket.MSG_WAITALL), proof)
-    except OSError:
-        return False

@@ -1,11 +1,11 @@
-"""The connections of a trainer: with its agent, and with the other members, whose loss they show.
+"""The connections of a trainer: with its agent, with the other members, whose loss they show, and with those
+that wait and follow it meanwhile.
 
 The members connect to the member of rank 0. A connection that is closed without `leave`, or silence for the
 peer timeout, means that the member at its other end is lost. Both ends authenticate each other by a secret of
 the job, and need the same version of this package. Then each line is a JSON object of what is new:
 
 - `arrived`: the member has left its previous generation, with this state. Rank 0 sends it too.
-- `follow`: the member has no state, and listens on this port for that of rank 0, which still trains.
 - `form`: from rank 0, when all have arrived: the port of the store, and the states of all members.
 - `lost`: the generation cannot continue, and these replicas are lost.
 - `leave`: the member closes the connection on purpose.
@@ -19,12 +19,13 @@ import hashlib
 import hmac
 import json
 import os
+import queue
 import random
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,7 @@ from typing import Any, Final
 from adascale_core.messages.channel import (
     AgentMessage,
     Assignment,
+    Follow,
     Limited,
     Terminate,
     TrainerMessage,
@@ -39,7 +41,8 @@ from adascale_core.messages.channel import (
     encode,
 )
 from adascale_core.names import LIMIT_FILE_SUFFIX
-from adascale_worker.process.environment import package_version
+from adascale_worker.process.environment import listen, package_version
+from adascale_worker.process.snapshot_place import CopyNumber
 
 MIN_ARRIVAL_TIMEOUT: Final = 10.0
 """Seconds for a member to connect while a generation is formed; more if the peer timeout is long."""
@@ -53,6 +56,8 @@ MAX_LINE: Final = 1 << 20
 """Bytes of a message."""
 MAX_HANDSHAKE_LINE: Final = 4096
 """Bytes of a message of a connection that is not authenticated."""
+HANDSHAKE_TIMEOUT: Final = 5.0
+"""Seconds for a replica that waits and the member that it follows to authenticate each other."""
 MAX_PENDING: Final = 256
 """Maximum number of connections that are not authenticated, in addition to one of each member."""
 
@@ -184,6 +189,112 @@ class _Link:
         return message
 
 
+@dataclass(frozen=True)
+class Follower:
+    """A replica that waits, and gets the state meanwhile."""
+
+    instance: str  # its trainer
+    connection: socket.socket
+    copied: CopyNumber | None  # of the latest copy in the memory of its agent
+
+
+class FollowerServer:
+    """Accepts the connections of replicas that wait, in a thread.
+
+    Both ends prove that they know the secret of the job, and have the same version of this package. What
+    follows is not encrypted.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._listener = listen(address)
+        self.port: int = self._listener.getsockname()[1]
+        self.secret = ""
+        """Empty until this replica is a member."""
+        self._found: queue.SimpleQueue[Follower] = queue.SimpleQueue()
+        self._pending: list[asyncio.Task[None]] = []
+        threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="adascale-followers", daemon=True
+        ).start()
+
+    def take(self) -> Iterator[Follower]:
+        """Yield those that have connected since the last call."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._found.get_nowait()
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError:  # too many open files, for example
+                await asyncio.sleep(PATIENT_RECONNECT_INTERVAL)
+                continue
+            self._pending = [each for each in self._pending if not each.done()]
+            if len(self._pending) >= MAX_PENDING:
+                self._pending.pop(0).cancel()
+            self._pending.append(loop.create_task(self._admit(connection)))
+
+    async def _admit(self, connection: socket.socket) -> None:
+        """Authenticate the other end. What another process sends ends its connection only."""
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+                link, challenge = _Link(connection), secrets.token_hex(16)
+                link.send(challenge=challenge)
+                answer = await link.receive(MAX_HANDSHAKE_LINE)
+                expected = _follower_mac(self.secret, "follower", challenge)
+                if not self.secret or not hmac.compare_digest(str(answer["mac"]), expected):
+                    raise ValueError("the other end does not know the secret, or has another version")
+                copied = None if answer["copied"] is None else _state_number(answer["copied"])
+                follower = Follower(str(answer["instance"]), connection, copied)
+                link.send(mac=_follower_mac(self.secret, "source", str(answer["challenge"])))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            connection.close()
+            return
+        self._found.put(follower)
+
+
+def connect_to(followed: Follow, copied: CopyNumber | None) -> socket.socket:
+    """Return a connection over which a member sends its state. Raises OSError if there is none."""
+    source, secret = followed.source, followed.secret
+    connection = socket.create_connection((source.address, source.state_port), timeout=1.0)
+    try:
+        connection.settimeout(HANDSHAKE_TIMEOUT)
+        challenge, question = secrets.token_hex(16), _read_line(connection)
+        mac = _follower_mac(secret, "follower", str(question.get("challenge")))
+        answer = {"challenge": challenge, "mac": mac, "instance": followed.instance, "copied": copied}
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+        expected = _follower_mac(secret, "source", challenge)
+        if not hmac.compare_digest(str(_read_line(connection).get("mac")), expected):
+            raise ConnectionError("the other end does not know the secret of the job, or has another version")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _read_line(connection: socket.socket) -> dict[str, Any]:
+    """Return a message, and read nothing of what follows it."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MAX_HANDSHAKE_LINE:
+        if not (part := connection.recv(1)):
+            break
+        line += part
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise ConnectionError("the connection was closed, or a line is invalid")
+    return message
+
+
+def _follower_mac(secret: str, role: str, challenge: str) -> str:
+    # The role keeps these values apart from those by which members authenticate each other.
+    text = f"{role}|{challenge}|{package_version()}"
+    return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
 class MembershipLinks:
     """The connections of this member in one generation, in a thread of their own."""
 
@@ -204,8 +315,6 @@ class MembershipLinks:
         """Set when all members have arrived."""
         self.refusal: str | None = None
         """Why this member was refused."""
-        self.followers: dict[int, tuple[int, str]] = {}
-        """On rank 0: the port and the challenge of each member that waits for the state, by rank."""
         self._listener = listener
         self._secret = secret.encode()
         self._peer_timeout = peer_timeout
@@ -218,7 +327,7 @@ class MembershipLinks:
         self._departed: set[int] = set()
         self._arrived: dict[int, StateNumber | None] = {}
         self._waits_since: float | None = None
-        """When this member has arrived, or has begun to wait for the state."""
+        """When this member has arrived."""
         self._news: dict[str, Any] = {}
         """All that this member has sent to the others."""
         self._closing = asyncio.Event()
@@ -230,25 +339,7 @@ class MembershipLinks:
 
     def arrive(self, state: StateNumber | None) -> None:
         """Report to the others that this member has left its previous generation, and what state it has."""
-        self._submit(self._begin_to_wait, {"arrived": state})
-
-    def follow(self, port: int) -> str:
-        """Let rank 0 send its state to this port while it trains. Returns what it proves itself with."""
-        challenge = secrets.token_hex(16)
-        self._submit(self._begin_to_wait, {"follow": [port, challenge]})
-        return self._mac("state", challenge, self.assignment.rank, package_version())
-
-    def connect_to_followers(self) -> list[socket.socket]:
-        """On rank 0: return a connection to each member that waits for the state."""
-        with contextlib.ExitStack() as opened:
-            connections = []
-            for rank, (port, challenge) in self.followers.items():
-                address = self.assignment.members[rank].address
-                connection = opened.enter_context(socket.create_connection((address, port), timeout=1.0))
-                connection.sendall(self._mac("state", challenge, rank, package_version()).encode())
-                connections.append(connection)
-            opened.pop_all()
-        return connections
+        self._submit(self._arrive, {"arrived": state})
 
     def has_arrived(self, rank: int) -> bool:
         """Whether a member has left its previous generation, as far as rank 0 and the member itself know."""
@@ -441,8 +532,6 @@ class MembershipLinks:
             match kind:
                 case "arrived":
                     self._arrived[rank] = _state_number(value)
-                case "follow":
-                    self.followers[rank] = int(value[0]), str(value[1])
                 case "form":
                     # All members are connected, and the links of the next generation use the same listener.
                     self._loop.remove_reader(self._listener)
@@ -457,7 +546,7 @@ class MembershipLinks:
         if news:
             self._on_change(self)
 
-    def _begin_to_wait(self, news: dict[str, Any]) -> None:
+    def _arrive(self, news: dict[str, Any]) -> None:
         self._waits_since = time.monotonic()
         self._publish(news)
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import Final
 
+from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.process.resource_limits import unused_memory
 
 _HEADER: Final = struct.Struct("<6Q")
@@ -30,10 +31,16 @@ LARGEST_PART: Final = 0.25
 MARGIN: Final = 0.1
 """Memory that must remain free beside the copies, as a fraction of the size of a state."""
 
-StateNumber = tuple[int, int, int]
+CopyNumber = tuple[int, int, int]
 """Incarnation, generation and step of a state: larger for a later job of a name, a later generation, a later
 step. The state of a later generation counts as later, also after fewer steps: the job was continued there,
 without the steps that only an earlier generation has made."""
+
+
+_COUNT: Final = 2
+"""Number of files: a copy replaces the older one of two."""
+_MFD_NOEXEC_SEAL: Final = 0x8
+"""Of linux/memfd.h, since Linux 6.3: the file can never be executed."""
 
 
 class Condition(IntEnum):
@@ -72,7 +79,7 @@ class SnapshotPlace:
         return self._header()[1:3]
 
     @property
-    def state(self) -> StateNumber | None:
+    def state(self) -> CopyNumber | None:
         """The number of the state that was copied; None if there is no copy."""
         return None if self.condition is Condition.INVALID else self._header()[3:]
 
@@ -105,7 +112,7 @@ class SnapshotPlace:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def write(
-        self, number: int, state: StateNumber, content: Iterable[memoryview], document_bytes: int
+        self, number: int, state: CopyNumber, content: Iterable[memoryview], document_bytes: int
     ) -> None:
         """Replace the copy. If `content` raises an error, there is none."""
         self.condition = Condition.INVALID
@@ -132,6 +139,10 @@ class SnapshotPlace:
         data_bytes, document_bytes = self.lengths
         return os.pread(self._descriptor, document_bytes, _CONTENT_START + data_bytes)
 
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
     def release(self) -> None:
         """Delete the copy."""
         self.condition = Condition.INVALID
@@ -149,6 +160,11 @@ class SnapshotPlaces:
     def newest_place(self) -> SnapshotPlace:
         """The place that was written last."""
         return max(self._places, key=lambda place: place.number)
+
+    @property
+    def newest_number(self) -> CopyNumber | None:
+        """The number of the state that was copied last; None if there is no copy."""
+        return self.newest_place.state if self._places else None
 
     @property
     def is_taken(self) -> bool:
@@ -169,7 +185,7 @@ class SnapshotPlaces:
 
     def write(
         self,
-        state: StateNumber,
+        state: CopyNumber,
         content: Iterable[memoryview],
         document_bytes: int,
         *,
@@ -185,18 +201,42 @@ class SnapshotPlaces:
                     return True
         return False
 
+    def close(self) -> None:
+        """Close the files."""
+        for place in self._places:
+            place.close()
+        self._places = []
+
     def release(self) -> None:
         """Delete all copies, and return the memory to the system."""
         for place in self._places:
             place.release()
 
-    def release_unlocked(self) -> None:
-        """Delete the copies that are not being sent."""
-        for place in self._places:
-            with place.locked(exclusively=True) as is_free:
-                if is_free and place.used:
-                    place.release()
-
 
 def _mebibytes(count: float) -> str:
     return f"{count / 2**20:,.0f} MiB"
+
+
+def make_snapshot_files() -> str:
+    """Make files without a name, in memory, and return their paths, separated by colons; empty on failure.
+
+    This process keeps them open. Unlike files in /dev/shm, only the memory of the container limits them.
+    """
+    try:
+        descriptors = [_make_file() for _ in range(_COUNT)]
+    except (OSError, AttributeError) as error:
+        print(
+            f"adascale-agent: this system has no files in memory ({error}), so no copy of the state is "
+            "kept: if the only replica is lost, training continues from the last checkpoint",
+            flush=True,
+        )
+        return ""
+    return ":".join(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors)
+
+
+def _make_file() -> int:
+    try:
+        return os.memfd_create(SNAPSHOT_FILE, os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+    except OSError:
+        # An older kernel does not know the flag.
+        return os.memfd_create(SNAPSHOT_FILE)

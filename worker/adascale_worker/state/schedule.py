@@ -20,7 +20,7 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_storage import UnusableStorageError, WriteCancelledError, open_storage
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.snapshot_place import StateNumber
+from adascale_worker.process.snapshot_place import CopyNumber
 from adascale_worker.program.weight_checks import all_finite, nonfinite_message
 from adascale_worker.state.file import Shards, Snapshot
 from adascale_worker.state.store import CheckpointInfo, CheckpointProcesses, CheckpointStore, number_of
@@ -128,7 +128,7 @@ class Checkpointing:
     # -- restoring ----------------------------------------------------------------------------------------
 
     def load(
-        self, own: Shards | None = None, *, wait: bool = False, since: StateNumber | None = None
+        self, own: Shards | None = None, *, wait: bool = False, since: CopyNumber | None = None
     ) -> Tree | None:
         """Return the newest intact checkpoint; None without any. Called on rank 0.
 

@@ -8,7 +8,6 @@ part of a checkpoint.
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,25 +19,26 @@ import torch
 from torch import Tensor
 
 from adascale_core.errors import AdaScaleError
+from adascale_core.messages.channel import Follow
 from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.errors import CheckpointError, NonFiniteWeightsError, UnusableCheckpointError
-from adascale_worker.membership.links import PeersLostError, StateNumber
+from adascale_worker.membership.links import PeersLostError, StateNumber, connect_to
 from adascale_worker.process.environment import package_version
 from adascale_worker.process.resource_limits import unused_memory
-from adascale_worker.process.snapshot_place import Condition, SnapshotPlace, SnapshotPlaces
+from adascale_worker.process.snapshot_place import Condition, CopyNumber, SnapshotPlace, SnapshotPlaces
 from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.state import tree
 from adascale_worker.state.file import KEY, Shards, converted, division_of, local_part, with_local
+from adascale_worker.state.following import Followers, StateFollower
 from adascale_worker.state.program import ProgramState, Stateful, load_model
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.store import CheckpointInfo, number_of
 from adascale_worker.state.transfer import (
-    ReceiveMemory,
-    StateFollower,
-    StateSource,
-    expected_sizes,
+    LEAST,
+    find_known,
+    named_tensors,
     routes,
     transfer,
 )
@@ -58,7 +58,7 @@ class KeptSnapshot:
     place: SnapshotPlace
 
     @property
-    def number(self) -> StateNumber:
+    def number(self) -> CopyNumber:
         """Which of two states of a job is later."""
         return number_of(self.info)
 
@@ -77,10 +77,11 @@ class SnapshotMemory(SnapshotPlaces):
     """Memory for copies of the state that outlives this process: two files without a name of the agent.
 
     A copy is written over the older one, so a process that is killed while it writes leaves the one before.
-    While the agent sends the older one to another agent, the newer one is replaced.
+    While the older one is sent to another replica, the newer one is replaced.
     """
 
     def __init__(self, paths: Sequence[str], available: Callable[[], float] = unused_memory) -> None:
+        self.paths = paths
         try:
             foreign = next((path for path in paths if not str(Path(path).readlink()).startswith(_LINK)), None)
             super().__init__([] if foreign else paths, available)
@@ -96,10 +97,11 @@ class SnapshotMemory(SnapshotPlaces):
                 "agent"
             )
 
-    def save(self, state: Tree, info: CheckpointInfo, result: dict[str, float | str]) -> None:
-        """Copy a state in place of the older copy, or of the newer one while the agent sends the older one.
+    def save(self, state: Tree, info: CheckpointInfo, result: dict[str, float | str]) -> bool:
+        """Copy a state in place of the older copy, or of the newer one while the older one is sent.
 
-        Tensors on a GPU are copied to the memory of the host one by one. Does not wait for the agent.
+        Tensors on a GPU are copied to the memory of the host one by one. Does not wait for that:
+        returns whether a place was free.
         """
         spec, tensors = tree.flatten(state)
         described = {"version": package_version(), "info": asdict(info), "result": result}
@@ -108,7 +110,7 @@ class SnapshotMemory(SnapshotPlaces):
         if lack := self.lack_of_memory(length):
             raise CheckpointError(lack)
         content = chain(map(tree.memory_of, tensors), [memoryview(document)])
-        self.write(number_of(info), content, len(document), may_replace_newest=True)
+        return self.write(number_of(info), content, len(document), may_replace_newest=True)
 
     def newest(self) -> KeptSnapshot | None:
         """Return the newest copy. None if there is none, or if a process has ended while it restored it."""
@@ -173,12 +175,11 @@ class State:
         """The generation in which the state was last equal on all members. None without a state."""
         self.was_restored = False
         """Whether training has continued from a checkpoint, or from the state of other members."""
-        self.receive_memory = ReceiveMemory()
-        """Memory for the state of another replica."""
-        self._source: StateSource | None = None
-        """What sends the state while this replica trains."""
-        self._received: StateFollower | None = None
-        """What has received the state while the others trained, until this replica is a member."""
+        paths = () if memory is None else memory.paths
+        self.followers = Followers(self._optimizers, self._state_to_send, paths)
+        """The replicas that get the state while this one trains."""
+        self.has_followed = False
+        """Whether this replica may have the state, as it has made the steps of the others."""
         self._has_received = False
         """Whether weights and optimizer may have parts of another replica's state."""
         self._kept: KeptSnapshot | None = None
@@ -191,7 +192,7 @@ class State:
     def number(self) -> StateNumber | None:
         """The number of the state, as it is after an unfinished step is put back; None without a state."""
         if self.generation is None:
-            return None if self._received is None else self._received.number
+            return None
         before = self._undo.state  # read once, since another thread may ask
         if before is None:
             return self.generation, self._progress.step, self._progress.consumed
@@ -350,7 +351,6 @@ class State:
 
     def load(self, *, wait: bool) -> Tree | None:
         """Return the last checkpoint, or a later copy of the agent; None without any. Called on rank 0."""
-        self.receive_memory.clear()
         self._kept = kept = self._memory.newest() if self._memory is not None else None
         since = None if kept is None else kept.number
         state = self._checkpointing.load(self._shards, wait=wait, since=since)
@@ -417,7 +417,8 @@ class State:
         pause = 0.0
         try:
             if self._weights.are_finite():
-                self._memory.save(self.state_dict(), self.info(), self._checkpointing.result)
+                if self._memory.save(self.state_dict(), self.info(), self._checkpointing.result):
+                    self.followers.copied()
                 self._report_lack("")
         except CheckpointError as error:
             self._memory.release()
@@ -447,41 +448,25 @@ class State:
 
     # -- members ------------------------------------------------------------------------------------------
 
-    def prepare_to_receive(self) -> None:
-        """Prepare memory on the host for the state of the other members, before they wait."""
-        program = self._program
-        self.receive_memory = ReceiveMemory(expected_sizes(program.model, program.optimizer))
-
-    def begin_sending(self, connections: Sequence[socket.socket]) -> None:
-        """Send the state to replicas that join, from the next step on."""
+    def _state_to_send(self) -> Tree:
         self._program.optimizer.discard_comparison()
-        self._source = StateSource(self._optimizers, self.state_dict, connections)
+        return self.state_dict()
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether replicas that join need nothing before the next change."""
-        return self._source is None or self._source.is_complete
+    def follow(self, source: Follow, check: Callable[[float | None], None]) -> str:
+        """Get the state of a replica that trains, until it sends nothing more.
 
-    def finish_sending(self, check: Callable[[], None]) -> None:
-        """Send the rest between two steps, if all but the rest was sent. `check` may raise an error."""
-        if self._source is not None and (number := self.number) is not None:
-            self._program.optimizer.discard_comparison()
-            self._source.send_rest(number, check)
-        self.stop_sending()
-
-    def stop_sending(self) -> None:
-        """Send nothing to replicas that join any more."""
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
-
-    def receive_beside(self, connection: socket.socket, check: Callable[[], None]) -> None:
-        """Receive the state of a replica that trains meanwhile. `check` may raise an error."""
-        self._received = follower = StateFollower(self._optimizers, self.receive_memory)
-        try:
-            follower.follow(connection, check)
-        finally:
-            self._has_received = self._has_received or follower.count > 0
+        `check` gets the time when something was received last, and may raise an error. Returns how much
+        memory is missing for copies. Raises OSError if there is no connection.
+        """
+        copied = None if self._memory is None else self._memory.newest_number
+        follower = StateFollower(self._optimizers, self._state_to_send, self._memory)
+        with connect_to(source, copied) as connection:
+            try:
+                follower.follow(connection, lambda: check(follower.heard_at))
+            finally:
+                if follower.has_changed:
+                    self._has_received, self.has_followed = True, follower.has_all
+        return follower.lack
 
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
@@ -489,8 +474,7 @@ class State:
 
     def begin_generation(self, generation: int) -> None:
         """Release what was prepared: all members have the same state, and keep it for each other."""
-        self.generation = generation
-        self.receive_memory.clear()
+        self.generation, self.has_followed = generation, False
         self._checkpointing.begin_generation()
         if self._memory is not None and self._group.replicas > 1:
             self._memory.release()
@@ -501,16 +485,10 @@ class State:
         `nodes` has the node of each rank.
         """
         group = self._group
-        received, self._received = self._received, None
-        if received is not None and received.number is not None and group.rank in sources:
-            self.load_state_dict(received.state)
-            self.was_restored = True
-            print(
-                f"adascale: joins after step {received.number[1]}, with the state that it has received while "
-                "the others trained",
-                flush=True,
-            )
         receivers = [rank for rank in range(group.replicas) if rank not in sources]
+        if not receivers:
+            return
+        known = find_known(group, sources, self._state_to_send, has_followed=self.has_followed)
         route = routes(sources, receivers, nodes).get(group.rank)
         if route is None:
             return
@@ -521,7 +499,7 @@ class State:
             self._checkpointing.release_memory()
         state, failed = None, False
         try:
-            state = transfer(group, route, self.state_dict, self.receive_memory)
+            state = transfer(group, route, self.state_dict, known)
         except PeersLostError:
             failed = True
         # All processes of a replica use what they have received, or none.
@@ -531,7 +509,15 @@ class State:
         if group.transfer_device.type != "cpu":
             # As from a checkpoint: the program's objects may keep the tensors that they get.
             state["program"]["registered"] = on_host(state["program"]["registered"])
+        self._has_received = True
         self.load_state_dict(state)
+        if self.has_followed:
+            count = len(named_tensors(state, LEAST))
+            print(
+                f"adascale: joins after step {self._progress.step}; of {count} large tensors, {len(known)} "
+                "were received while the others trained",
+                flush=True,
+            )
 
 
 def _print_unusable_copy(error: Exception) -> None:

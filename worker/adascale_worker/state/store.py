@@ -55,7 +55,7 @@ from adascale_worker.errors import (
     WorkerError,
 )
 from adascale_worker.membership.process_group import described_error, gather_values, shared_error
-from adascale_worker.process.snapshot_place import StateNumber
+from adascale_worker.process.snapshot_place import CopyNumber
 from adascale_worker.state.file import DamagedError, Shards, Snapshot, read_manifest, read_state
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class CheckpointInfo:
     finish_reason: str = ""
 
 
-def number_of(described: CheckpointInfo | Manifest) -> StateNumber:
+def number_of(described: CheckpointInfo | Manifest) -> CopyNumber:
     """Return the number of a state, which is larger for a later one."""
     return described.incarnation, described.generation, described.step
 
