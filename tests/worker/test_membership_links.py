@@ -336,6 +336,26 @@ def test_a_member_connects_again_to_a_coordinator_that_was_silent() -> None:
             links.close()
 
 
+@pytest.mark.parametrize("begins", ["to wait", "to arrive"])
+def test_a_coordinator_that_does_not_answer_is_lost_once_a_member_waits(
+    begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while that follows a replica that trains, which may be the same, and frozen."""
+    monkeypatch.setattr(membership_links, "MIN_ARRIVAL_TIMEOUT", 0.05)
+    with listen(ADDRESS) as listener:
+        members = tuple(Member(rank, f"i{rank}", ADDRESS, listener.getsockname()[1]) for rank in range(2))
+        assignment = Assignment(GENERATION, 1, members, SECRET, {})
+        links = MembershipLinks(assignment, listener, SECRET, 0.05, lambda _: None)
+        try:
+            if begins == "to wait":
+                links.begin_to_wait()
+            else:
+                links.arrive(None)
+            wait_until(lambda: links.lost == {0}, "the loss")
+        finally:
+            links.close()
+
+
 # -- another version ------------------------------------------------------------------------------------
 
 

@@ -408,8 +408,10 @@ class Generations(Context):
         if not self._is_assigned:
             return
         links = self._next_links
-        if links is not None and links.broken:
-            raise PeersLostError
+        if links is not None:
+            links.begin_to_wait()
+            if links.broken:
+                raise PeersLostError
         # Before, they have sent all. One that is frozen does not end the connection.
         have_left = links is None or links.has_arrived(0)
         if have_left and (heard_at is None or time.monotonic() - heard_at > SILENCE):

@@ -327,7 +327,7 @@ class MembershipLinks:
         self._departed: set[int] = set()
         self._arrived: dict[int, StateNumber | None] = {}
         self._waits_since: float | None = None
-        """When this member has arrived."""
+        """When this member has begun to wait for the others."""
         self._news: dict[str, Any] = {}
         """All that this member has sent to the others."""
         self._closing = asyncio.Event()
@@ -340,6 +340,11 @@ class MembershipLinks:
     def arrive(self, state: StateNumber | None) -> None:
         """Report to the others that this member has left its previous generation, and what state it has."""
         self._submit(self._arrive, {"arrived": state})
+
+    def begin_to_wait(self) -> None:
+        """Take members for lost that do not connect in time from now on, before this one arrives."""
+        if self._waits_since is None:
+            self._waits_since = time.monotonic()
 
     def has_arrived(self, rank: int) -> bool:
         """Whether a member has left its previous generation, as far as rank 0 and the member itself know."""
