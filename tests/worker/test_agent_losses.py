@@ -164,6 +164,7 @@ def test_a_spare_takes_the_place_of_a_slow_replica_at_the_cost_of_no_step(job: J
     view = job.service.job()
     assert [member["replica"] for member in view["active"]["members"]] == [0, 2], job.logs()
     assert view["active"]["slow_replacement"]["replica"] == 1
+    assert "joins after step" in job.logs(), "the spare has followed"
     assert view["desired"] == {"generation": 2, "replicas": 2, "spares": 1, "failed": False}
     assert (view["complete"], view["failures"], view["disruptions"]) == (True, 0, 0)
     for rank in (0, 1):
