@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -375,8 +376,18 @@ class JobUnderTest:
 
     def entered(self) -> int:
         """Wait until the program has entered the active generation. Returns the step."""
-        line = re.compile(rf"^enters generation {self.view()['active']['generation']} at step (\d+)$", re.M)
-        return int(wait_until(lambda: line.search(self.logs()), line.pattern)[1])
+
+        def find() -> re.Match[str] | None:
+            active = self.view()["active"]
+            line = re.compile(
+                rf"^enters generation {active['generation'] if active else 0} at step (\d+)$", re.M
+            )
+            # A pod that is being created has no output.
+            with contextlib.suppress(AssertionError, KeyError):
+                return line.search(self.logs())
+            return None
+
+        return int(wait_until(find, "the program to enter the active generation", pause=0.2)[1])
 
     def saved_step(self) -> int:
         """Return the step of the newest checkpoint on rank 0. 0 if there is none."""

@@ -162,14 +162,23 @@ def test_after_edits_in_quick_succession_the_last_holds_and_no_step_is_lost(work
 
     generation = job.raw()["metadata"]["generation"]
     job.wait_for("its last spec", lambda status: status.get("observedGeneration") == generation)
+
+    def edits() -> list[str]:
+        pods = [pod for pod in job.pods().values() if pod.metadata.deletion_timestamp is None]
+        return [each.value for pod in pods for each in pod.spec.containers[0].env if each.name == "EDIT"]
+
+    # One more pod than wanted joins before the last of the template before leaves. A pod that is deleted just
+    # after its start may not have got the signal.
+    wait_until(lambda: edits() == ["2", "2"] and job.pods().keys() == {0, 1}, "the last template alone", 180)
     status = job.wait_until_training(2, timeout=180)
-    assert (status["disruptions"], status["failures"]) == (0, 0)
-    assert job.run_in(1, "import os; print(os.environ['EDIT'])").strip() == "2"
+    assert status["failures"] == 0
     assert job.entered() >= step > 0
-    # One more pod than wanted joins before the last of the template before leaves.
-    wait_until(lambda: job.pods().keys() == {0, 1}, "no pod of an earlier template is left", 120)
-    view = job.view()
-    assert view["active"]["generation"] == view["desired"]["generation"] == status["allocation"]["generation"]
+
+    def is_settled() -> bool:
+        view, recorded = job.view(), job.status()["allocation"]["generation"]
+        return bool(view["active"]["generation"] == view["desired"]["generation"] == recorded)
+
+    wait_until(is_settled, "the last allocation")
 
 
 def test_a_deleted_job_leaves_only_the_users_claim(system: System, workspace: Workspace) -> None:
