@@ -141,7 +141,7 @@ class Agent:
         self._assignment: ActiveAllocation | None = None
         """The newest generation that the trainer was assigned to; None before the first."""
         self._followed: Follow | None = None
-        """What the trainer was told last to follow."""
+        """The last `Follow` that was sent to the trainer; None before the first."""
         self._held = 0
         """The newest generation for which the trainer was sent `hold`."""
         self._released = False

@@ -401,8 +401,8 @@ class Generations(Context):
     def _require_source(self, source: Follow, heard_at: float | None) -> None:
         """Raise an error if this replica gets nothing more of the one that it follows."""
         is_left = self._refusal is not None or self.shutdown_request.is_made or self.channel.is_closed
-        present = source if self._source is None else self._source
-        is_other = present.source.instance != source.source.instance
+        present = self._source
+        is_other = present is not None and present.source.instance != source.source.instance
         if is_left or is_other or isinstance(self._newest, Release):
             raise PeersLostError
         if not self._is_assigned:

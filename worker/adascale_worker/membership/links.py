@@ -291,8 +291,12 @@ def _read_line(connection: socket.socket) -> dict[str, Any]:
 
 def _follower_mac(secret: str, role: str, challenge: str) -> str:
     # The role keeps these values apart from those by which members authenticate each other.
-    text = f"{role}|{challenge}|{package_version()}"
-    return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+    return _mac(secret, role, challenge, package_version())
+
+
+def _mac(secret: str, *parts: object) -> str:
+    """Return what proves that its sender knows the secret of the job."""
+    return hmac.new(secret.encode(), "|".join(map(str, parts)).encode(), hashlib.sha256).hexdigest()
 
 
 class MembershipLinks:
@@ -316,7 +320,7 @@ class MembershipLinks:
         self.refusal: str | None = None
         """Why this member was refused."""
         self._listener = listener
-        self._secret = secret.encode()
+        self._secret = secret
         self._peer_timeout = peer_timeout
         self._on_change = on_change
         self._is_coordinator = assignment.rank == 0
@@ -526,8 +530,7 @@ class MembershipLinks:
             raise ValueError("the coordinator does not know the secret of the job")
 
     def _mac(self, role: str, challenge: str, rank: int, its_version: str) -> str:
-        text = f"{role}|{challenge}|{self.assignment.generation}|{rank}|{its_version}"
-        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+        return _mac(self._secret, role, challenge, self.assignment.generation, rank, its_version)
 
     # -- messages -----------------------------------------------------------------------------------------
 

@@ -5,9 +5,8 @@ in the memory of the other agent.
 
 **In pieces**, if several train, or this one joins. Rank 0 sends at the end of a step some parameters, each
 with what the optimizer keeps for it, and from then on their mean gradients and its hyperparameters: the
-replica that waits makes the same steps. What remains is sent between two steps, with a checksum of each
-tensor that is not sent again. Where these differ, and when the connection is lost, the others wait for the
-whole state.
+replica that waits makes the same steps. What it lacks, or what differs, is sent between two steps, see
+`transfer`.
 """
 
 from __future__ import annotations
@@ -64,16 +63,12 @@ COPY_CHUNK: Final = 1 << 20
 """Bytes of the parts in which a copy is read and sent."""
 
 _LENGTH = struct.Struct("<Q")
-Key = tuple[str | int, ...]
-"""Which tensor: (number of a parameter,), (number of a parameter, name in the optimizer's state), or (place
-in the state,)."""
 
 
 @dataclass(frozen=True)
 class _Parameter:
     """A parameter of one of several optimizers, with what that keeps for it."""
 
-    number: int  # among those of all optimizers
     owner: int  # the number of its optimizer
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
@@ -86,11 +81,9 @@ class _Parameter:
         return kept
 
     @property
-    def large(self) -> dict[Key, Tensor]:
+    def large(self) -> list[Tensor]:
         """It, and the tensors of its size."""
-        found: dict[Key, Tensor] = {(self.number,): self.tensor}
-        found |= {(self.number, name): value for name, value in self.state.items() if _is_large(value)}
-        return found
+        return [self.tensor, *filter(_is_large, self.state.values())]
 
     @property
     def small(self) -> dict[str, Any]:
@@ -99,17 +92,16 @@ class _Parameter:
 
 
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[_Parameter]:
-    places = [
-        (owner, optimizer, group, parameter)
+    return [
+        _Parameter(owner, optimizer, group, parameter)
         for owner, optimizer in enumerate(optimizers)
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    return [_Parameter(number, *place) for number, place in enumerate(places)]
 
 
-def _all_large(parameters: Iterable[_Parameter]) -> dict[Key, Tensor]:
-    return {key: tensor for each in parameters for key, tensor in each.large.items()}
+def _all_large(parameters: Iterable[_Parameter]) -> list[Tensor]:
+    return [tensor for each in parameters for tensor in each.large]
 
 
 class CopySender:
@@ -207,7 +199,7 @@ class StateSource:
         self._step, self._pieces = Snapshot(), Snapshot()
         self._idle = threading.Event()
         self._idle.set()
-        self._total_bytes = sum(each.nbytes for each in _all_large(self._parameters).values())
+        self._total_bytes = sum(each.nbytes for each in _all_large(self._parameters))
         self._stepped: tuple[int, float] | None = None
         """Which optimizer has made the last step, and when."""
         self._pauses: dict[int, float] = {}
@@ -354,7 +346,7 @@ class StateSource:
         parameters, others, size = [], {}, 0
         while self._sent < len(self._parameters) and size < budget:
             parameter = self._parameters[self._sent]
-            size += sum(tensor.nbytes for tensor in parameter.large.values())
+            size += sum(tensor.nbytes for tensor in parameter.large)
             parameters.append([parameter.tensor.detach(), dict(parameter.state)])
             self._sent += 1
         while self._waiting and size < budget:
@@ -665,7 +657,7 @@ class StateFollower:
 
 def _other_tensors(state: Tree, own: Iterable[_Parameter]) -> Iterator[tuple[str, Tensor]]:
     """Yield the large tensors of a state by name, without those that follow the steps of an optimizer."""
-    followed = {_address(each) for each in _all_large(own).values()}
+    followed = {_address(each) for each in _all_large(own)}
     for name, tensor in named_tensors(state, SMALL).items():
         if _address(tensor) not in followed:
             yield name, tensor

@@ -149,13 +149,12 @@ def transfer(
     link.wait_until_received()
     if route.source is not None:
         spec = document.cpu().numpy().tobytes()
-    names = TensorIndex(spec).names() if known else []
-    has = [name in known for name in names] or [False] * len(layouts(spec))
+    found = layouts(spec)
+    own = [known.get(name) for name in TensorIndex(spec).names()] if known else [None] * len(found)
     if route.source is not None:
-        own = [known.get(name) for name in names] or [None] * len(has)
-        places = zip(layouts(spec), own, strict=True)
-        tensors = [_empty(each, device) if found is None else found for each, found in places]
-    sent = [tensor for tensor, is_known in zip(tensors, has, strict=True) if not is_known]
+        pairs = zip(found, own, strict=True)
+        tensors = [_empty(layout, device) if kept is None else kept for layout, kept in pairs]
+    sent = [tensor for tensor, kept in zip(tensors, own, strict=True) if kept is None]
     small = [bytes_of(tensor) for tensor in sent if tensor.nbytes <= SMALL]
     together = torch.cat([each.to(device) for each in small]) if small else document[:0]
     link.exchange(together)
