@@ -35,6 +35,7 @@ from adascale_worker.batches.order import shuffled
 
 SAMPLES = 96
 BUGGY_STEP = 40
+WIDTH = 600
 
 
 kind = os.environ.get("CHAOS_DATA", "items")
@@ -127,8 +128,9 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(6, 16), nn.BatchNorm1d(16)
-        self.last = nn.Sequential(nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+        # Large enough that a replica which has followed the others gets no parameter again.
+        self.first, self.norm = nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.last = nn.Sequential(nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, 2))
         self.seen = nn.Parameter(torch.zeros(SAMPLES))
 
     def forward(self, index: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,6 +105,8 @@ class ChaosRun:
         self._agents: dict[int, tuple[float, float]] = {}
         """When each agent was started, and seen last, in seconds since the start of the machine."""
         self._searched = self._unknown_time = 0.0
+        self._unheard: dict[int, float] = {}
+        """Since when nothing of an agent was stored any more, because `adascale run` was killed."""
         self._write_job(schedule.spec)
         self._controller = self._start()
 
@@ -123,6 +125,7 @@ class ChaosRun:
                 self._restore_network(rate)
         seconds = time.monotonic() - self._began
         replica_time = sum(last - first for first, last in self._agents.values())
+        self._unknown_time += sum(self._agents[pid][1] - since for pid, since in self._unheard.items())
         return Outcome(
             problem,
             self._log.read_text(),
@@ -150,9 +153,8 @@ class ChaosRun:
     def _start(self) -> subprocess.Popen[bytes]:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"}
         command = [sys.executable, "-m", "adascale_controller", "run", str(self._folder / "job.yaml")]
-        if "processesPerReplica" in self._schedule.spec:
-            # By default, as many processes as without it, so fewer replicas.
-            command += ["--replicas", str(MOST_REPLICAS)]
+        # By default, as many processes with several per replica or with spares, so fewer replicas train.
+        command += ["--replicas", str(MOST_REPLICAS + self._schedule.spares)]
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [*command, "--state-dir", str(self._state.path), "--port", "0"],
@@ -164,7 +166,12 @@ class ChaosRun:
     def _restart(self, number: signal.Signals, spec: dict[str, Any] | None = None) -> None:
         """End `adascale run` by a signal, and start it again with the same state."""
         self._controller.send_signal(signal.SIGCONT)
+        self._observe_agents()
         self._controller.send_signal(number)
+        if number is signal.SIGKILL:
+            now = time.clock_gettime(time.CLOCK_BOOTTIME)
+            alive = [pid for pid, (_, last) in self._agents.items() if last > now - SEARCH]
+            self._unheard.update(dict.fromkeys(alive, now - STORE_INTERVAL - HEARTBEAT_INTERVAL))
         # A process that is frozen for a while continues meanwhile.
         self._wait(lambda: self._controller.poll() is not None, 60)
         self._controller.wait(0)
@@ -234,7 +241,10 @@ class ChaosRun:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         if now - self._searched > SEARCH:
             self._searched = now
-            found = [each.pid for each in processes(self._mark) if each.kind == "agent"]
+            kinds = {each.pid: each.kind for each in processes(self._mark)}
+            found = [pid for pid, kind in kinds.items() if kind == "agent"]
+            for pid in self._agents.keys() & (kinds.keys() - {*found}):
+                del self._agents[pid]  # It is a trainer, which had not begun its program before.
         else:
             found = [pid for pid in self._agents if Path(f"/proc/{pid}").exists()]
         for pid in found:
@@ -345,13 +355,21 @@ class ChaosRun:
 
     def _send(self, number: signal.Signals, targets: list[Process]) -> str | None:
         for process in targets:
+            began = None if self._has_trained(process) else started(process.pid)
             process.send(number)
             # The interval of the heartbeats, and that in which the service stores what they bring.
             if process.kind == "agent":
                 self._unknown_time += HEARTBEAT_INTERVAL
+                if began is not None:
+                    # It may not have registered before.
+                    self._unknown_time += time.clock_gettime(time.CLOCK_BOOTTIME) - began
             elif process.kind == "service":
                 self._unknown_time += STORE_INTERVAL
         return ", ".join(map(str, targets)) or None
+
+    def _has_trained(self, agent: Process) -> bool:
+        trainers = (each.pid for each in processes(self._mark) if each.parent == agent.pid)
+        return any(list(self._folder.glob(f"journal-*-{pid}.jsonl")) for pid in trainers)
 
     def _freeze(self, targets: list[Process], seconds: float) -> str | None:
         self._later.append((time.monotonic() + seconds, lambda: self._send_again(signal.SIGCONT, targets)))

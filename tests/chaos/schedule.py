@@ -71,6 +71,8 @@ LONGEST_FREEZE = 8.0
 """Seconds; longer than members wait for a silent peer."""
 CHANCE_OF_SHARDS = 0.3
 """Of a run to have replicas of two processes, over which the model is sharded."""
+CHANCE_OF_SPARE = 0.4
+"""Of a run to have a spare."""
 CHANCE_OF_OVERLAP = 0.4
 """Of a fault to follow another at once or within seconds, instead of at a point of the training."""
 
@@ -129,12 +131,18 @@ class Schedule:
     loop: str = LOOPS[0]
 
     @property
+    def spares(self) -> int:
+        """The replicas beyond those that train."""
+        return int(self.spec.get("spareReplicas", 0))
+
+    @property
     def name(self) -> str:
         """The kind of job, for messages."""
         processes = self.spec.get("processesPerReplica")
         return (
             f"{f'{self.fixed} replicas' if self.fixed else 'elastic'}, {self.data}, {self.loop} loop"
             f"{f', {processes} processes per replica' if processes else ''}"
+            f"{', a spare' if self.spares else ''}"
         )
 
 
@@ -171,6 +179,8 @@ def draw(seed: int, faults: int) -> Schedule:
     if rng.random() < CHANCE_OF_SHARDS:
         # With a plain loop and items by index only.
         spec, later, data, loop = _sharded(spec), _sharded(later) if later else {}, DATA[0], LOOPS[0]
+    if rng.random() < CHANCE_OF_SPARE:
+        spec, later = {**spec, "spareReplicas": 1}, {**later, "spareReplicas": 1} if later else {}
     return Schedule(seed, fixed, spec, later, tuple(planned), data, loop)
 
 
