@@ -467,11 +467,9 @@ class AdaScaleJobSpec(_ClosedModel):
 
     @model_validator(mode="after")
     def _tried_with_spares(self) -> AdaScaleJobSpec:
-        others = {"processesPerReplica": self.processes_per_replica, "opportunistic": self.opportunistic}
-        used = next((field for field, value in others.items() if value is not None), None)
-        if self.spare_replicas and used is not None:
+        if self.spare_replicas and self.opportunistic is not None:
             raise _invalid(
-                f"spareReplicas and {used} are both set, which was not tried; set at most one of them"
+                "spareReplicas and opportunistic are both set, which was not tried; set at most one of them"
             )
         return self
 

@@ -288,11 +288,6 @@ INVALID_FIELDS = [
     ),
     (job(localBszBounds=[16, 128]), "spec.localBszBounds: must be an object, got a list of 2"),
     (
-        job(spareReplicas=1, processesPerReplica=2),
-        "spec: spareReplicas and processesPerReplica are both set, which was not tried; set at most one of "
-        "them",
-    ),
-    (
         job(spareReplicas=1, opportunistic={"priorityClassName": "low"}),
         "spec: spareReplicas and opportunistic are both set, which was not tried; set at most one of them",
     ),

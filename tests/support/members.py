@@ -94,6 +94,11 @@ class Trainer:
         )
 
     @property
+    def state(self) -> dict[str, Any]:
+        """Its last message that says where it is, and not what it spends its time on."""
+        return next(m for m in reversed(self.messages) if m["type"] not in ("spent", "stalled"))
+
+    @property
     def described(self) -> dict[str, Any]:
         """The member that it is."""
         ready = next(m for m in self.messages if m["type"] == "ready")
@@ -237,9 +242,9 @@ class Members:
 
         def have_ended() -> bool:
             rest = [t for t in self.active if t.code not in REPLACED_CODES]
-            last = [t.messages[-1] for t in rest]
+            last = [t.state for t in rest]
             if all(m["type"] == "holding" and m["generation"] == self.generation for m in last):
-                rest.sort(key=lambda t: t.messages[-1]["step"] is None)
+                rest.sort(key=lambda t: t.state["step"] is None)
                 self.activate([*rest, *self.start(len(self.active) - len(rest))], wait=False)
             return all(t.code is not None for t in self.active)
 

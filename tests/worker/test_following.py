@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from adascale_worker.membership.links import Follower
 from adascale_worker.state import following
+from adascale_worker.state.file import Snapshot
 from adascale_worker.state.following import Followers, StateFollower, StateSource
 from adascale_worker.state.transfer import LEAST, checksum, named_tensors
 from adascale_worker.state.tree import flatten
+from support.examples import examples
 
 Optimizer = torch.optim.Optimizer
 
@@ -164,6 +168,65 @@ def test_training_continues_if_the_one_that_joins_is_lost() -> None:
     assert all(map(torch.equal, content(source.state()), content(calm.state())))
 
 
+class Lossy:
+    """The end of a replica that is lost after it has received some bytes."""
+
+    def __init__(self, connection: socket.socket, bytes_left: int) -> None:
+        self._connection = connection
+        self._left = bytes_left
+        self.settimeout = connection.settimeout
+
+    def recv_into(self, memory: memoryview) -> int:
+        if self._left <= 0:
+            self._connection.close()
+            raise ConnectionResetError
+        count = self._connection.recv_into(memory[: self._left])
+        self._left -= count
+        return count
+
+
+WHOLE = 1 << 40
+"""Bytes, more than there are."""
+losses = st.fixed_dictionaries(
+    {
+        "bytes_left": st.one_of(st.integers(0, 4_000_000), st.just(WHOLE)),
+        "steps": st.integers(0, 12),
+        "source_ends": st.booleans(),  # without waiting until all is sent
+    }
+)
+
+
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(name=st.sampled_from([*OPTIMIZERS]), several=st.booleans(), faults=st.lists(losses, max_size=3))
+def test_whatever_is_lost_changes_no_bit_of_the_source_and_the_next_try_has_all(
+    name: str, several: bool, faults: list[dict[str, Any]]
+) -> None:
+    calm, source, joiner = (Program(OPTIMIZERS[name], seed, width=200, several=several) for seed in (1, 1, 2))
+    for fault in faults:
+        ours, theirs = socket.socketpair()
+        follower = StateFollower(joiner.optimizers, joiner.state, None)
+        end: Any = Lossy(theirs, fault["bytes_left"])
+        thread = threading.Thread(target=follower.follow, args=(end, lambda: None))
+        thread.start()
+        sending = StateSource(source.optimizers, source.state, {"joiner": ours})
+        for _ in range(fault["steps"]):
+            source.step()
+        if not fault["source_ends"]:
+            sending.flush(lambda: None)
+        sending.close()
+        thread.join()
+        theirs.close()
+        is_whole = follower.has_all and fault["bytes_left"] == WHOLE and not fault["source_ends"]
+        assert differing(source, joiner) <= CHANGING or not is_whole
+    joined(source, joiner)
+    assert differing(source, joiner) <= CHANGING
+    for _ in range(source.steps):
+        calm.step()
+    assert all(map(torch.equal, content(calm.state()), content(source.state())))
+
+
 def test_steps_do_not_wait_for_a_slow_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads, as if the one that joins were frozen."""
     monkeypatch.setattr(following, "LEAST_WAIT", 0.1)
@@ -176,6 +239,43 @@ def test_steps_do_not_wait_for_a_slow_connection(monkeypatch: pytest.MonkeyPatch
     assert "too slow" in sending.problem
     sending.close()
     theirs.close()
+
+
+def test_gradients_do_not_change_before_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a program changes all the same are not sent."""
+    may_copy = threading.Event()
+    wait = Snapshot.wait
+
+    def wait_until_allowed(snapshot: Snapshot) -> None:
+        if threading.current_thread().name == "adascale-state":
+            assert may_copy.wait(60)
+        wait(snapshot)
+
+    monkeypatch.setattr(Snapshot, "wait", wait_until_allowed)
+    source, spare = Program(OPTIMIZERS["Adam"], 1), Spare("spare")
+    followers = Followers(source.optimizers, source.state, ())
+    followers.add(spare.seen, gets_copies=False)
+    followers.send_to_all()
+    source.step()
+    waiting = threading.Thread(target=followers.wait_for_copies)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    may_copy.set()
+    waiting.join()
+    while not followers.have_all(["spare"]):
+        source.step()
+    may_copy.clear()
+    source.step()
+    for parameter in source.middle.parameters():
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    may_copy.set()
+    followers.wait_for_copies()
+    source.step()
+    followers.send_to_all()
+    assert not followers.instances
+    spare.join()
 
 
 def test_a_checksum_differs_for_other_bytes_and_another_order() -> None:

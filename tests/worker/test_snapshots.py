@@ -31,7 +31,10 @@ Number = tuple[int, int, int]
 
 
 def connect(port: int, copied: Number | None = None, *, key: str = KEY) -> socket.socket:
-    return connect_to(Follow(Member(0, "0.1", "127.0.0.1", 1, state_port=port), SPARE, key), copied)
+    source = Member(0, "0.1", "127.0.0.1", 1, state_port=port)
+    connection, ports = connect_to(Follow(source, SPARE, key), copied)
+    assert ports == [port]
+    return connection
 
 
 class Replica:

@@ -15,6 +15,7 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import select_device
 from adascale_worker.scaling.statistics.all_reduce import StatisticsAllReduce
+from adascale_worker.state.following import Followers
 from support.training import (
     ACCUMULATING,
     FIXED,
@@ -76,6 +77,32 @@ def test_accumulated_micro_batches_equal_a_step_with_the_large_batch(make_traine
     for ours, theirs in zip(parameters_of(model), parameters_of(twin), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert trainer.progress == 8
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_of_a_step_change_only_after_they_are_copied(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, set_to_none: bool
+) -> None:
+    waits: list[float] = []
+    model = network()
+    weight = next(model.parameters())
+    monkeypatch.setattr(
+        Followers,
+        "wait_for_copies",
+        lambda _: waits.append(0.0 if weight.grad is None else weight.grad.norm()),
+    )
+    trainer, optimizer = make_trainer(**FIXED), sgd(model)
+    trainer.program_reentry(model, optimizer)
+    gradients: list[float] = []
+    for _, x, y in trainer.dataloader(samples()):
+        seen = len(waits)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert waits[seen:] == ([] if set_to_none else gradients[-1:] or [0.0])
+        nn.functional.cross_entropy(model(x), y).backward()
+        assert len(waits) == seen + 2 - set_to_none
+        optimizer.step()
+        assert weight.grad is not None
+        gradients.append(weight.grad.norm())
 
 
 def test_parameters_and_schedule_are_kept_between_micro_batches(

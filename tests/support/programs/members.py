@@ -9,7 +9,8 @@ which a second compilation is an error; LOADER, arguments of trainer.dataloader 
 evaluate after training, which ends when the trainer is "finished", or after the "epochs"; GPUS, on how many
 GPUs the replicas are; SAMPLES, the length of the data set; WEIGHTED, to give each micro-batch a weight;
 STREAM, to read the data set as a stream, in an order that is drawn ("plain"), with states of the data set
-("states"), in "shards", or in another order on each replica ("unequal"), where EXACTLY_ONCE=0 allows this.
+("states"), in "shards", or in another order on each replica ("unequal"), where EXACTLY_ONCE=0 allows this;
+AUTOCAST, for bfloat16.
 """
 
 import itertools
@@ -126,7 +127,8 @@ for epoch in itertools.count(state.epoch) if evaluates == "finished" else range(
         optimizer.zero_grad(set_to_none="KEEP_GRADIENTS" not in os.environ)
         noise = random.random() + float(numpy.random.rand())
         x, y = (x + 0.01 * noise).to(trainer.device), y.to(trainer.device)
-        loss = nn.functional.cross_entropy(model(x), y)
+        with torch.autocast("cpu", torch.bfloat16, enabled="AUTOCAST" in os.environ):
+            loss = nn.functional.cross_entropy(model(x), y)
         require_memory(len(x), "loss")
         if "WEIGHTED" in os.environ:
             loss = trainer.weighted(loss, 100 + int(index.sum()) % 7)

@@ -62,6 +62,8 @@ class Accumulation:
         """By what the loss of the present micro-batch is multiplied."""
         self.plan = BatchPlan(1, 1)
         """Of the present step."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before gradients of the last step change."""
         self._is_inside_pass = False
         self._is_reentrant = False
         """Whether a backward pass has run inside another, so that gradients arrive in parts."""
@@ -177,6 +179,7 @@ class Accumulation:
 
     def before_backward(self) -> None:
         """Let the gradients of the next pass come alone."""
+        self.before_change()
         self._is_inside_pass = self._loop.trains
         if not self._is_inside_pass:
             return
@@ -236,6 +239,7 @@ class Accumulation:
         if len(self.parts) > 1:
             is_awaited = bool(self._agree({part: part.has_more}))
         if is_awaited:
+            self.before_change()
             part.prepare_without_pass()
             self._average(part)
 
@@ -264,6 +268,8 @@ class Accumulation:
         deleted = {part: part.positions_of(given) for part in self.parts}
 
         def zero_grad(*args: Any, **kwargs: Any) -> None:
+            if not (args[0] if args else kwargs.get("set_to_none", True)):
+                self.before_change()
             original(*args, **kwargs)
             try:
                 for part, (positions, is_whole) in deleted.items():

@@ -139,6 +139,10 @@ class GradientExchange:
         keeps_means: bool,  # whether the last means are still used
     ) -> None:
         """Prepare for an exchange."""
+        if self._works and (trained := self.trained) is not None:
+            # An exchange that has failed may still write into the buckets.
+            self.forget()
+            self.use(trained)
         self._take, self._begins_early, self._keeps_means = take, is_early, keeps_means
         self._begun, self._works, self._present = 0, [], {}
 
@@ -193,8 +197,7 @@ class GradientExchange:
 
     def wait(self) -> None:
         """Wait for the exchange."""
-        if self._works:
-            self._group.finish_sums(self._works)
+        if self._works and self._group.finish_sums(self._works):
             self._works = []
 
     def means(self) -> Iterator[tuple[int, Tensor]]:

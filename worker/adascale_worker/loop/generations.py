@@ -6,10 +6,13 @@ Without an agent there is one generation, which `begin_alone` enters.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import time
+from collections.abc import Collection
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Final, NoReturn
 
@@ -33,6 +36,7 @@ from adascale_core.messages.channel import (
     Terminated,
     TrainerMessage,
     agent_message,
+    encode,
 )
 from adascale_core.messages.replica_seconds import Cause
 from adascale_core.names import ENV_ADDRESS
@@ -44,7 +48,13 @@ from adascale_worker.errors import (
 )
 from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.context import Context
-from adascale_worker.membership.links import FollowerServer, Formation, MembershipLinks, PeersLostError
+from adascale_worker.membership.links import (
+    FollowerServer,
+    Formation,
+    MembershipLinks,
+    PeersLostError,
+    connect_to,
+)
 from adascale_worker.membership.process_group import described_error, shared_error
 from adascale_worker.process import environment
 from adascale_worker.process.environment import listen
@@ -61,7 +71,7 @@ MEMORY_PAUSE: Final = 60.0
 SILENCE: Final = 1.0
 """Seconds in which something is heard of the replica that is followed, once the others have left it."""
 # The messages of a leader to the other processes of its replica, which wait to enter a generation, are "form"
-# (`ReplicaGroup.form`), "save" and "leave".
+# (`ReplicaGroup.form`), "follow", "finish", "save" and "leave".
 
 
 SHARED_ERRORS = (UnusableCheckpointError, StorageUnavailableError, CheckpointError, WorkerError)
@@ -92,13 +102,15 @@ class Generations(Context):
         self._instances: frozenset[str] = frozenset()
         """The trainers of the present generation."""
         self._server: FollowerServer | None = None
-        """Accepts the replicas that wait. None without an agent, and with several processes."""
+        """Accepts the replicas that wait: the same process of each. None without an agent."""
         self._source: Follow | None = None
         """Whose state this replica gets while it waits."""
         self._follows_at = 0.0
         """When it connects next."""
         self._followed = 0
         """The newest generation whose rank 0 this replica has followed, or tried to."""
+        self._follows = 0
+        """How often it has begun to follow another one."""
         self._lack = ""
         """How much memory is missing for copies, as it was reported."""
         self._pending_since: float | None = None
@@ -131,11 +143,10 @@ class Generations(Context):
         self.group.observe(self.peers_lost)
         self._listener = listen(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
         port = self._listener.getsockname()[1]
-        if not self.group.has_mesh:
-            self._server = FollowerServer(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
-        state_port = 0 if self._server is None else self._server.port
+        self._server = server = FollowerServer(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
+        server.ports = self.group.own.exchange(server.port)
         self.channel.start(self._handle)
-        self.channel.send(Ready(port, self.accelerator, os.getpid(), state_port))
+        self.channel.send(Ready(port, self.accelerator, os.getpid(), server.port))
 
     # -- messages of the agent ----------------------------------------------------------------------------
 
@@ -165,34 +176,40 @@ class Generations(Context):
         return self._newest_generation > self._tried
 
     def is_ready_for_change(self) -> bool:
-        """Whether a change is pending, and replicas that join do not wait for more of the state."""
-        followers = self.state.followers
-        for each in self._server.take() if self._server is not None else ():
+        """Whether a change is pending, and replicas that join do not wait for more of the state.
+
+        All processes of a replica call this, and the answer of its leader counts.
+        """
+        if self._server is None:
+            return self._change_is_pending
+        followers, group = self.state.followers, self.group
+        for each in self._server.take():
             if each.instance in self._instances:
                 each.connection.close()  # It has tried before it was a member.
             else:
-                followers.add(each, gets_copies=self.group.replicas == 1)
-        if not self._change_is_pending:
-            self._pending_since = None
-            if self.group.replicas > 1 and self.group.rank == 0:
-                followers.send_to_all()
-            return False
-        if self._server is None or self.group.rank > 0:
-            return True
-        now = time.monotonic()
-        self._pending_since = now if self._pending_since is None else self._pending_since
-        joining, links = self._joining(), self._next_links
-        is_late = now - self._pending_since > MAX_CONNECTION_TIME
+                followers.add(each, gets_copies=group.replicas == 1)
+        is_pending, links = self._change_is_pending, self._next_links
+        joining = self._joining() if is_pending and group.rank == 0 else {}
+        is_late = time.monotonic() - (self._pending_since or math.inf) > MAX_CONNECTION_TIME
 
         def is_missing(instance: str) -> bool:
             has_arrived = links is not None and links.has_arrived(joining[instance])
             return not (instance in followers.instances or has_arrived or is_late)
 
-        if any(map(is_missing, joining)):
+        followed = [each for each in joining if each in followers.instances]
+        served = [] if any(map(is_missing, joining)) else followed
+        served = group.own.share(served if is_pending else None)
+        if served is None:
+            self._pending_since = None
+            if group.replicas > 1 and group.rank == 0:
+                followers.send_to_all()
             return False
-        followers.send_pieces(joining)
-        # Without those whose connections are of no use any more.
-        return not any(map(is_missing, joining)) and followers.have_all(joining)
+        self._pending_since = self._pending_since or time.monotonic()
+        followers.send_pieces(served)
+        # Those whose connections are of no use any more are missing too.
+        are_there = is_late or followers.instances >= {*served}
+        is_ready = followers.have_all(served) and not any(map(is_missing, joining))
+        return group.own.all(is_ready and (are_there or group.own.is_leader))
 
     def _joining(self) -> dict[str, int]:
         """Return the ranks of the trainers that join in the next generation; if unknown, of all that may."""
@@ -332,14 +349,7 @@ class Generations(Context):
             self._next_links = None
         self._left.clear()
         self._links = links
-        if links is None or links.broken:
-            self.state.followers.close()
-        else:
-            self.state.followers.finish(self._joining(), lambda: self._require_undisturbed(links))
-        if self._server is not None:
-            self._server.secret = _secret_of(assignment)
-        self._pending_since = None
-        self._instances = frozenset(member.instance for member in assignment.members)
+        self._finish_followers({} if links is None or links.broken else self._joining(), links)
         store, formation = None, Formation(0, (self.state.number,))
         if links is not None:
             store, formation = self._gather_members(links)
@@ -347,9 +357,30 @@ class Generations(Context):
         self._replace_earlier_links(None)
         self.group.destroy()
         self.group.form(assignment, store, formation, _secret_of(assignment))
+        self._serve(assignment, _secret_of(assignment))
         is_broken = links is not None and links.broken
         self.group.settle(failed=is_broken or self._void >= assignment.generation)
         return assignment, formation
+
+    def _serve(self, assignment: Assignment, secret: str) -> None:
+        """Let replicas that know the secret and are no members follow this one from now on."""
+        if self._server is not None:
+            self._server.secret = secret
+        self._pending_since = None
+        self._instances = frozenset(member.instance for member in assignment.members)
+
+    def _finish_followers(self, joining: Collection[str], links: MembershipLinks | None) -> None:
+        """Send nothing any more, on all processes of this replica, after what those that join wait for."""
+        own = self.group.own
+        if own.is_leader:
+            own.share(["finish", [*joining]])
+        try:
+            self.state.followers.finish(
+                joining, self._require_agent if links is None else lambda: self._require_undisturbed(links)
+            )
+        finally:
+            # Only then do others wait for this replica.
+            own.exchange(None)
 
     def _gather_members(self, links: MembershipLinks) -> tuple[TCPStore | None, Formation]:
         """Wait until all members have arrived, and return on rank 0 the store that it has opened."""
@@ -368,7 +399,7 @@ class Generations(Context):
         """Get the state of rank 0 of the generation, if that trains; return whether this was tried now."""
         state = self.state
         is_done = self._followed == assignment.generation or state.has_followed or state.number is not None
-        if self.group.has_mesh or assignment.rank == 0 or is_done or not assignment.members[0].state_port:
+        if assignment.rank == 0 or is_done or not assignment.members[0].state_port:
             return False
         self._followed = assignment.generation
         instance = assignment.members[assignment.rank].instance
@@ -378,12 +409,19 @@ class Generations(Context):
 
     def _follow(self, source: Follow) -> None:
         """Get the state of a replica that trains, until this one is assigned, or gets nothing more."""
-        if self.device.type == "cpu":
-            # Before the others wait for it.
-            self.accumulation.prepare()
-        lack = ""
+        own, lack = self.group.own, ""
+        self._prepare_memory()
         with contextlib.suppress(OSError, PeersLostError):
-            lack = self.state.follow(source, partial(self._require_source, source))
+            connection, ports = connect_to(source, self.state.copied)
+            if len(ports) != own.count:
+                connection.close()
+                raise ConnectionError("its replica has another number of processes")
+            self._follows += 1
+            own.share(["follow", encode(source).decode(), ports, self._follows])
+            try:
+                lack = self.state.follow(connection, partial(self._require_source, source))
+            finally:
+                own.announce(f"followed-{self._follows}")
         self._follows_at = time.monotonic() + (MEMORY_PAUSE if lack else FOLLOW_PAUSE)
         if lack and not self._lack:
             print(
@@ -392,6 +430,37 @@ class Generations(Context):
                 flush=True,
             )
         self._lack = lack
+
+    def _follow_beside(self, source: Follow, port: int, number: int) -> None:
+        """Get the part of this process, again and again until its leader gets nothing more."""
+        looks_at, ends_at, connects_at = 0.0, math.inf, 0.0
+
+        def is_over() -> bool:
+            nonlocal looks_at, ends_at
+            now = time.monotonic()
+            if now >= looks_at:
+                looks_at = now + POLL
+                if self.group.own.is_announced(f"followed-{number}"):
+                    ends_at = min(ends_at, now + SILENCE)
+            return math.isfinite(ends_at)
+
+        def check(_: float | None) -> None:
+            if is_over() and time.monotonic() > ends_at:
+                raise PeersLostError
+
+        self._prepare_memory()
+        own = replace(source, source=replace(source.source, state_port=port))
+        while not is_over():
+            if time.monotonic() >= connects_at:
+                with contextlib.suppress(OSError, PeersLostError):
+                    self.state.follow(connect_to(own, None)[0], check)
+                connects_at = time.monotonic() + FOLLOW_PAUSE
+            time.sleep(POLL)
+
+    def _prepare_memory(self) -> None:
+        """Map the memory of the exchange of gradients, before others wait for this replica."""
+        if self.device.type == "cpu":
+            self.accumulation.prepare()
 
     @property
     def _is_assigned(self) -> bool:
@@ -423,6 +492,12 @@ class Generations(Context):
             match self.group.own.share(None):
                 case ["form", text, port, states, secret]:
                     break
+                case ["follow", text, ports, number]:
+                    source = agent_message(text)
+                    assert isinstance(source, Follow)
+                    self._follow_beside(source, ports[self.group.process], number)
+                case ["finish", joining]:
+                    self._finish_followers(joining, None)
                 case ["leave"]:
                     self.exit(EXIT_REENTRY)
                 case _:
@@ -431,6 +506,7 @@ class Generations(Context):
         assert isinstance(assignment, Assignment)
         self.group.destroy()
         self.group.form(assignment, None, formation, secret)
+        self._serve(assignment, secret)
         self.group.settle()
         return assignment, formation
 
@@ -520,7 +596,7 @@ class Generations(Context):
                     self.state.restore(loaded)
                     reported = _last_reported_step()
                     self.feed.begin_from_checkpoint()
-                elif self.state.is_mixed:
+                elif group.own.any(self.state.is_mixed):
                     # Nobody has the state any more, of which this replica had received a part.
                     self.exit(EXIT_REENTRY)
             except AdaScaleError as error:

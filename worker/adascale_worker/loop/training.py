@@ -129,6 +129,7 @@ class Training(Context):
         self.weights = FiniteWeights(self.optimizer, settings.max_nonfinite_steps, group)
         self.comparison = WeightComparison(parts.model, self.optimizer, group)
         self.state = self._make_state()
+        self.accumulation.before_change = self.state.followers.wait_for_copies
         self.departures = LoopDepartures(group)
         self.evaluations = EvaluationSequence(self)
         self.generations = Generations(self)

@@ -56,7 +56,7 @@ MAX_LINE: Final = 1 << 20
 """Bytes of a message."""
 MAX_HANDSHAKE_LINE: Final = 4096
 """Bytes of a message of a connection that is not authenticated."""
-HANDSHAKE_TIMEOUT: Final = 5.0
+HANDSHAKE_TIMEOUT: Final = 3.0
 """Seconds for a replica that waits and the member that it follows to authenticate each other."""
 MAX_PENDING: Final = 256
 """Maximum number of connections that are not authenticated, in addition to one of each member."""
@@ -208,6 +208,8 @@ class FollowerServer:
     def __init__(self, address: str) -> None:
         self._listener = listen(address)
         self.port: int = self._listener.getsockname()[1]
+        self.ports = [self.port]
+        """Those of all processes of this replica, each of which sends its part of the state."""
         self.secret = ""
         """Empty until this replica is a member."""
         self._found: queue.SimpleQueue[Follower] = queue.SimpleQueue()
@@ -247,15 +249,19 @@ class FollowerServer:
                     raise ValueError("the other end does not know the secret, or has another version")
                 copied = None if answer["copied"] is None else _state_number(answer["copied"])
                 follower = Follower(str(answer["instance"]), connection, copied)
-                link.send(mac=_follower_mac(self.secret, "source", str(answer["challenge"])))
+                mac = _follower_mac(self.secret, "source", str(answer["challenge"]))
+                link.send(mac=mac, ports=self.ports)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             connection.close()
             return
         self._found.put(follower)
 
 
-def connect_to(followed: Follow, copied: CopyNumber | None) -> socket.socket:
-    """Return a connection over which a member sends its state. Raises OSError if there is none."""
+def connect_to(followed: Follow, copied: CopyNumber | None) -> tuple[socket.socket, list[int]]:
+    """Return a connection over which a member sends its state, and the ports of all processes of its replica.
+
+    Raises OSError if there is none.
+    """
     source, secret = followed.source, followed.secret
     connection = socket.create_connection((source.address, source.state_port), timeout=1.0)
     try:
@@ -264,13 +270,13 @@ def connect_to(followed: Follow, copied: CopyNumber | None) -> socket.socket:
         mac = _follower_mac(secret, "follower", str(question.get("challenge")))
         answer = {"challenge": challenge, "mac": mac, "instance": followed.instance, "copied": copied}
         connection.sendall(json.dumps(answer).encode() + b"\n")
-        expected = _follower_mac(secret, "source", challenge)
-        if not hmac.compare_digest(str(_read_line(connection).get("mac")), expected):
+        expected, proof = _follower_mac(secret, "source", challenge), _read_line(connection)
+        if not hmac.compare_digest(str(proof.get("mac")), expected):
             raise ConnectionError("the other end does not know the secret of the job, or has another version")
+        return connection, list(map(int, proof["ports"]))
     except BaseException:
         connection.close()
         raise
-    return connection
 
 
 def _read_line(connection: socket.socket) -> dict[str, Any]:

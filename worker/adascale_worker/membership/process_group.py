@@ -125,7 +125,7 @@ def shared_error(
 class ReplicaProcesses:
     """The processes of one replica.
 
-    All of them call the methods in the same order.
+    All of them call the methods that exchange something in the same order.
     """
 
     def __init__(self, rank: int, count: int, device: torch.device) -> None:
@@ -139,6 +139,7 @@ class ReplicaProcesses:
         """A file of each process, whose time of modification it changes; none if nobody looks at them."""
         self._seen: dict[int, tuple[int, int]] = {}
         """When the file of a process has changed, and in how many checks it has not since, by process."""
+        self._store: Any = None
 
     @property
     def is_leader(self) -> bool:
@@ -148,7 +149,7 @@ class ReplicaProcesses:
     def form(self, store: Any, backend: str, timeout: timedelta) -> None:
         """Initialize torch's default process group."""
         init_default_group(backend, self._device, timeout, store=store, rank=self.rank, world_size=self.count)
-        self._is_formed = True
+        self._is_formed, self._store = True, store
         if self.count > 1:
             own = dist.PrefixStore("beside", store)  # type: ignore[attr-defined]
             self.beside = process_group_beside(own, self.rank, self.count, _HOST, timeout, share_a_gpu=False)
@@ -186,7 +187,7 @@ class ReplicaProcesses:
         signs, self._signs = self._signs, []
         for own in signs[self.rank : self.rank + 1]:
             own.unlink(missing_ok=True)
-        was_formed, self._is_formed, self.beside = self._is_formed, False, None
+        was_formed, self._is_formed, self.beside, self._store = self._is_formed, False, None, None
         if was_formed and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -208,6 +209,15 @@ class ReplicaProcesses:
         group = dist.group.WORLD
         assert group is not None, "form is called first"
         return gather_values(group, value)
+
+    def announce(self, event: str) -> None:
+        """Let the other processes know of an event, which they ask for by `is_announced`."""
+        if self.count > 1:
+            self._store.set(f"adascale/{event}", "")
+
+    def is_announced(self, event: str) -> bool:
+        """Whether a process has announced an event."""
+        return self.count > 1 and bool(self._store.check([f"adascale/{event}"]))
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true in one of the processes."""
@@ -605,8 +615,11 @@ class ReplicaGroup:
             with self._guarded():
                 torch.cuda.current_stream(self.device).synchronize()
 
-    def _in_lane(self, communicate: Callable[[], object]) -> None:
-        """Communicate in the lane: with several processes, a failure takes effect at the next `settle`."""
+    def _in_lane(self, communicate: Callable[[], object]) -> bool:
+        """Communicate in the lane, and return whether that has not failed.
+
+        With several processes, a failure takes effect at the next `settle`.
+        """
         try:
             with self._guarded():
                 communicate()
@@ -614,6 +627,8 @@ class ReplicaGroup:
             if self.processes == 1:
                 raise
             self.fail()
+            return False
+        return True
 
     def _lose(self) -> None:
         self.fail()
@@ -665,6 +680,12 @@ class ReplicaGroup:
         if self.replicas == 1:
             return [own]
         return self._in_all_lanes(lambda: gather_values(self.process_group, own, self.device))
+
+    def gather_in_lane(self, value: Any) -> list[Any]:
+        """Return the values of the lane, in the order of ranks; none if it has failed. They are as above."""
+        rows: list[Any] = []
+        succeeds = self._in_lane(lambda: rows.extend(gather_values(self.process_group, value, self.device)))
+        return rows if succeeds else []
 
     @property
     def transfer_device(self) -> torch.device:
@@ -723,9 +744,9 @@ class ReplicaGroup:
         self._in_lane(lambda: works.append(self._start_all_reduce(tensor)))
         return works[0] if works else None
 
-    def finish_sums(self, works: Sequence[dist.Work | None]) -> None:
-        """Wait for sums over the lane."""
-        self._in_lane(lambda: [work.wait() for work in works if work is not None])
+    def finish_sums(self, works: Sequence[dist.Work | None]) -> bool:
+        """Wait for sums over the lane, and return whether all have ended."""
+        return self._in_lane(lambda: [work.wait() for work in works if work is not None])
 
     def copy_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
         """Replace `tensors` by those of the same process of rank 0. Each has the same type and shape."""

@@ -35,6 +35,7 @@ from adascale_storage import MissingFileError, Part, Storage
 from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.state import tree
 from adascale_worker.state.tree import InvalidSpecError, TensorIndex, TensorLayout, Tree, layout_of
+from adascale_worker.torch_private.autograd import version_of
 
 METADATA_KEY: Final = "adascale"
 _ALIGNMENT: Final = 8
@@ -153,16 +154,27 @@ class Snapshot:
         """Events that happen when all tensors of a GPU are copied."""
         self._sources: Sequence[Tensor] = ()
         """The tensors that are copied: their memory must not be used for anything else meanwhile."""
+        self._left: list[tuple[Tensor, Tensor, int]] = []
+        """Views with the tensors that `wait` copies, and their versions."""
+        self.is_torn = False
+        """Whether one of them has changed before it was copied."""
         self._step_must_wait = False
 
     def copy(
-        self, state: Any, weights: Sequence[Tensor] = (), changed_by_step: Iterable[Tensor] = ()
+        self,
+        state: Any,
+        weights: Sequence[Tensor] = (),
+        changed_by_step: Iterable[Tensor] = (),
+        *,
+        least_later: float = math.inf,
     ) -> None:
         """Copy a state, in place of the last one.
 
-        Nothing may change `changed_by_step` until `before_step` is called.
+        Nothing may change `changed_by_step` until `before_step` is called. What is on the host and has more
+        than `least_later` bytes is copied by `wait`.
         """
         self.wait()
+        self.is_torn = False
         self.spec, tensors = tree.flatten(state)
         self._prepare(tensors)
         self._sources = tensors
@@ -173,6 +185,8 @@ class Snapshot:
                 beside.setdefault(tensor.device, [])
             if tensor.data_ptr() in later:
                 beside[tensor.device].append((view, tensor))
+            elif tensor.nbytes > least_later and not tensor.is_cuda:
+                self._left.append((view, tensor, version_of(tensor)))
             else:
                 view.copy_(tensor, non_blocking=True)
         for device, pairs in beside.items():
@@ -193,7 +207,11 @@ class Snapshot:
                 torch.cuda.current_stream(device).wait_event(copied)
 
     def wait(self) -> None:
-        """Wait until the state is copied. May be called in any thread."""
+        """Copy what is left, and wait until the state is copied. May be called in any thread."""
+        left, self._left = self._left, []
+        for view, tensor, _ in left:
+            view.copy_(tensor)
+        self.is_torn = self.is_torn or any(version_of(tensor) != version for _, tensor, version in left)
         for copied in self._copied.values():
             copied.synchronize()
         self._sources = ()

@@ -12,6 +12,7 @@ replica that waits makes the same steps. What it lacks, or what differs, is sent
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
 import threading
@@ -31,7 +32,8 @@ from adascale_storage import Part
 from adascale_worker.membership.links import Follower
 from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.process.snapshot_place import Condition, CopyNumber, SnapshotPlaces
-from adascale_worker.state.file import Snapshot, data_bytes, divide
+from adascale_worker.scaling.statistics.norms import local_shard
+from adascale_worker.state.file import Snapshot, data_bytes, divide, with_local
 from adascale_worker.state.transfer import CHUNK, SMALL, named_tensors
 from adascale_worker.state.tree import Tree, flatten, layout_of, layouts, unflatten
 
@@ -81,14 +83,38 @@ class _Parameter:
         return kept
 
     @property
+    def own(self) -> Tensor:
+        """The part of it that this process has."""
+        return local_shard(self.tensor)
+
+    @property
     def large(self) -> list[Tensor]:
-        """It, and the tensors of its size."""
-        return [self.tensor, *filter(_is_large, self.state.values())]
+        """That, and those of the tensors of its size."""
+        return [self.own, *map(local_shard, filter(_is_large, self.state.values()))]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Its gradient."""
+        return None if self.tensor.grad is None else local_shard(self.tensor.grad)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What is kept for it, with the parts of this process."""
+        return {
+            name: local_shard(value) if isinstance(value, Tensor) else value
+            for name, value in self.state.items()
+        }
+
+    def like(self, value: Tensor) -> Tensor:
+        """Return a tensor on its device, as a part of a sharded one if it is a part of its size."""
+        value, own = value.to(self.tensor.device), self.own
+        is_sharded = hasattr(self.tensor, "device_mesh") and value.shape == own.shape
+        return with_local(self.tensor, value) if is_sharded else value
 
     @property
     def small(self) -> dict[str, Any]:
         """The other values that are kept for it."""
-        return {name: value for name, value in self.state.items() if not _is_large(value)}
+        return {name: value for name, value in self.kept.items() if not _is_large(self.state[name])}
 
 
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[_Parameter]:
@@ -178,10 +204,12 @@ class StateSource:
         optimizers: Sequence[torch.optim.Optimizer],
         make_state: Callable[[], Tree],
         connections: Mapping[str, socket.socket],  # by the id of the trainer
+        processes: int = 1,  # of this replica, which send at the same time
     ) -> None:
         self._optimizers = optimizers
         self._parameters = _parameters_of(optimizers)
         self._make_state = make_state
+        self._processes = processes
         self.instances = frozenset(connections)
         self.connections = dict(connections)
         """To those that have not been lost."""
@@ -197,7 +225,11 @@ class StateSource:
         """Large tensors that are no parameters, by name: those that are frozen, or averages of weights."""
         self._waiting: deque[str] = deque()
         self._step, self._pieces = Snapshot(), Snapshot()
+        self._copied = threading.Event()
+        """Whether the last gradients may change."""
+        self._copied.set()
         self._idle = threading.Event()
+        """Whether all is sent."""
         self._idle.set()
         self._total_bytes = sum(each.nbytes for each in _all_large(self._parameters))
         self._stepped: tuple[int, float] | None = None
@@ -214,8 +246,8 @@ class StateSource:
         self._attempt(self._begin)
 
     def _begin(self) -> None:
-        needed = sum(each.tensor.nbytes for each in self._parameters) + min(LARGEST_PIECE, self._total_bytes)
-        if unused_memory() < needed:
+        needed = sum(each.own.nbytes for each in self._parameters) + min(LARGEST_PIECE, self._total_bytes)
+        if unused_memory() < needed * self._processes:
             raise OSError(f"gradients and pieces need {needed >> 20:,} MiB of memory beside")
         for connection in self.connections.values():
             connection.settimeout(TIMEOUT)
@@ -254,7 +286,7 @@ class StateSource:
 
     # -- each step ----------------------------------------------------------------------------------------
 
-    def _attempt(self, send: Callable[[], None]) -> None:
+    def _attempt(self, send: Callable[[], object]) -> None:
         if self.problem:
             return
         try:
@@ -264,7 +296,7 @@ class StateSource:
             self.problem = str(error) if known else f"{type(error).__name__}: {error}"
             self._disconnect()
 
-    def _in_step(self, send: Callable[[], None]) -> None:
+    def _in_step(self, send: Callable[[], object]) -> None:
         """Send something in a step of the program, as long as its cost is small."""
         begun = time.monotonic()
         self._attempt(self._require_cheap)
@@ -281,6 +313,11 @@ class StateSource:
         if self._completed_at is None:
             return float("inf")
         return FOLLOW_SLACK + FOLLOW_SHARE * (time.monotonic() - self._completed_at) - self._cost
+
+    def wait_for_copy(self) -> None:
+        """Wait until gradients may change, after a step."""
+        if not self._copied.is_set():
+            self._in_step(self._copied.wait)
 
     def _require_cheap(self) -> None:
         if self._allowance < 0.0:
@@ -321,6 +358,10 @@ class StateSource:
             limit = min(self._allowance, max(self._pauses.get(number, 0.0), FOLLOW_SLACK))
         self._wait(max(limit, 0.0))
         optimizer = self._optimizers[number]
+        kind = type(optimizer)
+        is_known = kind.__module__.startswith("torch.optim.")
+        if not is_known and any(hasattr(each.tensor, "device_mesh") for each in self._parameters):
+            raise OSError(f"a step of {kind.__name__} for some of the sharded parameters may wait for ever")
         if getattr(optimizer, "grad_scale", None) is not None:
             raise OSError("the optimizer divides gradients by the scale of the loss")
         sent = [each for each in self._parameters[: self._sent] if each.owner == number]
@@ -331,9 +372,11 @@ class StateSource:
                 for group in optimizer.param_groups
             ],
             "values": [each.small for each in sent],
-            "gradients": [each.tensor.grad for each in sent],
+            "gradients": [each.gradient for each in sent],
         }
-        self._step.copy(step)
+        # Others, and some that compute with many tensors at once, change gradients.
+        keeps_gradients = is_known and not any(group.get("foreach") for group in optimizer.param_groups)
+        self._step.copy(step, least_later=SMALL if keeps_gradients else math.inf)
 
     def _after_step(self, number: int) -> None:
         self._stepped = number, time.monotonic()
@@ -347,28 +390,34 @@ class StateSource:
         while self._sent < len(self._parameters) and size < budget:
             parameter = self._parameters[self._sent]
             size += sum(tensor.nbytes for tensor in parameter.large)
-            parameters.append([parameter.tensor.detach(), dict(parameter.state)])
+            parameters.append([parameter.own, parameter.kept])
             self._sent += 1
         while self._waiting and size < budget:
             name = self._waiting.popleft()
             others[name] = self._others[name]
             size += others[name].nbytes
-        self._pieces.copy({"parameters": parameters, "others": others})
-        self._hand_over(self._step, self._pieces)
+        self._pieces.copy({"parameters": parameters, "others": others}, least_later=SMALL)
+        self._hand_over()
 
-    def _hand_over(self, *snapshots: Snapshot) -> None:
+    def _hand_over(self) -> None:
+        self._copied.clear()
         self._idle.clear()
-        thread = threading.Thread(target=self._send, args=(snapshots,), name="adascale-state", daemon=True)
+        thread = threading.Thread(target=self._send, name="adascale-state", daemon=True)
         try:
             thread.start()
         except BaseException:
+            self._copied.set()
             self._idle.set()
             raise
 
-    def _send(self, snapshots: Sequence[Snapshot]) -> None:
+    def _send(self) -> None:
         begun = time.monotonic()
         try:
-            for snapshot in snapshots:
+            self._step.wait()
+            self._copied.set()
+            if self._step.is_torn:
+                raise OSError("the program has changed gradients after the step")
+            for snapshot in (self._step, self._pieces):
                 snapshot.wait()
                 for instance, connection in [*self.connections.items()]:
                     self._sending_to = instance
@@ -386,6 +435,7 @@ class StateSource:
         except Exception as error:  # noqa: BLE001 (training does not need it)
             self.problem = self.problem or f"{type(error).__name__}: {error}"
         finally:
+            self._copied.set()
             self._idle.set()
 
 
@@ -403,10 +453,12 @@ class Followers:
         optimizers: Sequence[torch.optim.Optimizer],
         make_state: Callable[[], Tree],
         paths: Sequence[str],  # of the memory of the agent; none without copies
+        processes: int = 1,  # of this replica
     ) -> None:
         self._optimizers = optimizers
         self._make_state = make_state
         self._paths = paths
+        self._processes = processes
         self._waiting: dict[str, Follower] = {}
         """Those that get copies, or nothing yet, by the id of the trainer."""
         self._copies: dict[str, CopySender] = {}
@@ -430,6 +482,11 @@ class Followers:
         self._waiting[follower.instance] = follower
         if gets_copies and self._paths:
             self._copies[follower.instance] = CopySender(follower, self._paths)
+
+    def wait_for_copies(self) -> None:
+        """Wait until gradients may change, after a step."""
+        for source in self._sources:
+            source.wait_for_copy()
 
     def send_to_all(self) -> None:
         """Send the state to all, and then gradients, unless that has taken too long in this generation."""
@@ -456,7 +513,8 @@ class Followers:
             else:
                 follower.connection.close()
         if connections:
-            self._sources.append(StateSource(self._optimizers, self._make_state, connections))
+            source = StateSource(self._optimizers, self._make_state, connections, self._processes)
+            self._sources.append(source)
 
     def have_all(self, instances: Collection[str]) -> bool:
         """Whether these need only a rest between two steps, or have to wait for the whole state."""
@@ -615,8 +673,7 @@ class StateFollower:
                 group[name] = _on_device_of(group[name], value) if name in group else value
         for parameter, kept, gradient in zip(own, values, gradients, strict=True):
             self._set_values(parameter, kept)
-            tensor = parameter.tensor
-            tensor.grad = None if gradient is None else gradient.to(tensor.device)
+            parameter.tensor.grad = None if gradient is None else parameter.like(gradient)
         # Not `optimizer.step`, which schedulers count.
         type(stepping).step(stepping)
         for parameter in own:
@@ -632,7 +689,7 @@ class StateFollower:
                 self._copies.release()
         for value, kept in parameters:
             parameter = self._parameters[self.count]
-            parameter.tensor.copy_(value)
+            parameter.own.copy_(value)
             self._set_values(parameter, kept)
             self.count += 1
         own = named_tensors(self._make_state(), SMALL) if others else {}
@@ -646,11 +703,11 @@ class StateFollower:
         for name, value in kept.items():
             before = state.get(name)
             if isinstance(before, Tensor) and isinstance(value, Tensor):
-                before.copy_(value)
+                local_shard(before).copy_(value)
             elif isinstance(value, Tensor):
                 # As torch decides when it loads a state.
                 is_beside = name != "step" or counts_on_device
-                state[name] = value.clone().to(parameter.tensor.device if is_beside else "cpu")
+                state[name] = parameter.like(value.clone()) if is_beside else value.clone()
             else:
                 state[name] = value
 

@@ -8,6 +8,7 @@ part of a checkpoint.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,10 +20,9 @@ import torch
 from torch import Tensor
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.messages.channel import Follow
 from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.errors import CheckpointError, NonFiniteWeightsError, UnusableCheckpointError
-from adascale_worker.membership.links import PeersLostError, StateNumber, connect_to
+from adascale_worker.membership.links import PeersLostError, StateNumber
 from adascale_worker.process.environment import package_version
 from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.process.snapshot_place import Condition, CopyNumber, SnapshotPlace, SnapshotPlaces
@@ -176,7 +176,8 @@ class State:
         self.was_restored = False
         """Whether training has continued from a checkpoint, or from the state of other members."""
         paths = () if memory is None else memory.paths
-        self.followers = Followers(self._optimizers, self._state_to_send, paths)
+        processes = self._group.processes
+        self.followers = Followers(self._optimizers, self._state_to_send, paths, processes)
         """The replicas that get the state while this one trains."""
         self.has_followed = False
         """Whether this replica may have the state, as it has made the steps of the others."""
@@ -449,18 +450,28 @@ class State:
     # -- members ------------------------------------------------------------------------------------------
 
     def _state_to_send(self) -> Tree:
-        self._program.optimizer.discard_comparison()
-        return self.state_dict()
+        """Return the part of the state that a replica can get while this one trains.
 
-    def follow(self, source: Follow, check: Callable[[float | None], None]) -> str:
+        Other objects of the program may communicate to return theirs, and change the tensors that they get.
+        """
+        model, optimizer = self._program.model, self._program.optimizer
+        optimizer.discard_comparison()
+        state = {"program": {"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
+        return converted(state, lambda tensor, _: local_part(tensor)) if self._group.has_mesh else state
+
+    @property
+    def copied(self) -> CopyNumber | None:
+        """The number of the newest copy in the memory of the agent; None without any."""
+        return None if self._memory is None else self._memory.newest_number
+
+    def follow(self, connection: socket.socket, check: Callable[[float | None], None]) -> str:
         """Get the state of a replica that trains, until it sends nothing more.
 
         `check` gets the time when something was received last, and may raise an error. Returns how much
-        memory is missing for copies. Raises OSError if there is no connection.
+        memory is missing for copies.
         """
-        copied = None if self._memory is None else self._memory.newest_number
         follower = StateFollower(self._optimizers, self._state_to_send, self._memory)
-        with connect_to(source, copied) as connection:
+        with connection:
             try:
                 follower.follow(connection, lambda: check(follower.heard_at))
             finally:
@@ -511,11 +522,12 @@ class State:
             state["program"]["registered"] = on_host(state["program"]["registered"])
         self._has_received = True
         self.load_state_dict(state)
-        if self.has_followed:
-            count = len(named_tensors(state, LEAST))
+        own = [self.has_followed, len(named_tensors(state, LEAST)), len(known)]
+        followed, counts, received = zip(*group.own.exchange(own), strict=True)
+        if any(followed) and group.own.is_leader:
             print(
-                f"adascale: joins after step {self._progress.step}; of {count} large tensors, {len(known)} "
-                "were received while the others trained",
+                f"adascale: joins after step {self._progress.step}; of {sum(counts)} large tensors, "
+                f"{sum(received)} were received while the others trained",
                 flush=True,
             )
 

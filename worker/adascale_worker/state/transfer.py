@@ -33,8 +33,6 @@ SMALL: Final = 1 << 20
 """Bytes of a tensor up to which it is sent together with others."""
 LEAST: Final = 1 << 12
 """Bytes of a tensor above which it is not sent to a replica that has it."""
-REGISTERED: Final = "program.registered."
-"""Beginning of the names of tensors of objects of the program."""
 HOST: Final = torch.device("cpu")
 WORD, ROW = 8, 8192
 """Bytes of a word, and of a row of words, of a checksum."""
@@ -115,15 +113,14 @@ def find_known(
 
     `has_followed`: whether this replica has made the steps of others, and may have their tensors.
     """
-    followed = group.gather(has_followed)
-    if not any(followed):
+    if not any(group.gather_in_lane(has_followed)):
         return {}
     takes_part = has_followed or group.rank == sources[0]
     own = named_tensors(make_state(), LEAST) if takes_part else {}
-    # An object of the program may change its tensors before it reads those that it gets.
-    own = {name: tensor for name, tensor in own.items() if not name.startswith(REGISTERED)}
     # All compute checksums at the same time.
-    rows = group.gather({name: checksum(tensor) for name, tensor in own.items()})
+    rows = group.gather_in_lane({name: checksum(tensor) for name, tensor in own.items()})
+    if not rows:
+        return {}
     receivers = [row for rank, row in enumerate(rows) if rank not in sources]
     same = [
         name for name, known in rows[sources[0]].items() if all(row.get(name) == known for row in receivers)
