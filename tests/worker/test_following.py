@@ -27,9 +27,9 @@ Optimizer = torch.optim.Optimizer
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send a parameter in each step, and wait for it as long as it takes on a busy machine."""
+    """Send little in each step, and wait for it as long as it takes on a busy machine."""
     monkeypatch.setattr(following, "CHUNK", 1 << 10)
-    monkeypatch.setattr(following, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(following, "LEAST_SHARE", 0.1)
     monkeypatch.setattr(following, "LEAST_WAIT", 60.0)
     monkeypatch.setattr(following, "FOLLOW_SLACK", 60.0)
 
@@ -213,12 +213,13 @@ def test_whatever_is_lost_changes_no_bit_of_the_source_and_the_next_try_has_all(
         sending = StateSource(source.optimizers, source.state, {"joiner": ours})
         for _ in range(fault["steps"]):
             source.step()
+        is_whole = sending.is_complete and fault["bytes_left"] == WHOLE and not fault["source_ends"]
         if not fault["source_ends"]:
             sending.flush(lambda: None)
         sending.close()
         thread.join()
         theirs.close()
-        is_whole = follower.has_all and fault["bytes_left"] == WHOLE and not fault["source_ends"]
+        assert follower.has_all or not is_whole
         assert differing(source, joiner) <= CHANGING or not is_whole
     joined(source, joiner)
     assert differing(source, joiner) <= CHANGING

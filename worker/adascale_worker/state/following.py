@@ -223,7 +223,8 @@ class StateSource:
         """Parameters that are sent, the first ones."""
         self._others: dict[str, Tensor] = {}
         """Large tensors that are no parameters, by name: those that are frozen, or averages of weights."""
-        self._waiting: deque[str] = deque()
+        self._waiting: deque[tuple[str, int]] = deque()
+        """Their names, each with the number of the first element that is not sent."""
         self._step, self._pieces = Snapshot(), Snapshot()
         self._copied = threading.Event()
         """Whether the last gradients may change."""
@@ -252,7 +253,8 @@ class StateSource:
         for connection in self.connections.values():
             connection.settimeout(TIMEOUT)
         self._others = dict(_other_tensors(self._make_state(), self._parameters))
-        self._waiting.extend(self._others)
+        self._waiting.extend((name, 0) for name in self._others)
+        self._total_bytes += sum(each.nbytes for each in self._others.values())
         for number, optimizer in enumerate(self._optimizers):
             before, after = partial(self._before_step, number), partial(self._after_step, number)
             self._hooks += [
@@ -386,16 +388,20 @@ class StateSource:
             budget = min(budget, LARGEST_PIECE)
         if pause is None or pause == max(self._pauses.values()):
             budget = max(budget, CHUNK, LEAST_SHARE * self._total_bytes)
-        parameters, others, size = [], {}, 0
+        parameters, others, size = [], [], 0
         while self._sent < len(self._parameters) and size < budget:
             parameter = self._parameters[self._sent]
             size += sum(tensor.nbytes for tensor in parameter.large)
             parameters.append([parameter.own, parameter.kept])
             self._sent += 1
         while self._waiting and size < budget:
-            name = self._waiting.popleft()
-            others[name] = self._others[name]
-            size += others[name].nbytes
+            name, start = self._waiting.popleft()
+            whole = self._others[name].reshape(-1)
+            part = whole[start : start + max(int(budget - size) // whole.element_size(), 1)]
+            others.append([name, start, part])
+            size += part.nbytes
+            if start + len(part) < len(whole):
+                self._waiting.appendleft((name, start + len(part)))
         self._pieces.copy({"parameters": parameters, "others": others}, least_later=SMALL)
         self._hand_over()
 
@@ -680,7 +686,9 @@ class StateFollower:
             parameter.tensor.grad = None
 
     @torch.no_grad()
-    def _keep(self, parameters: list[tuple[Tensor, dict[str, Any]]], others: dict[str, Tensor]) -> None:
+    def _keep(
+        self, parameters: list[tuple[Tensor, dict[str, Any]]], others: list[tuple[str, int, Tensor]]
+    ) -> None:
         """Keep what follows the steps from now on."""
         if not self.has_changed:
             self.has_changed = True
@@ -693,9 +701,10 @@ class StateFollower:
             self._set_values(parameter, kept)
             self.count += 1
         own = named_tensors(self._make_state(), SMALL) if others else {}
-        for name, value in others.items():
-            if name in own and layout_of(own[name]) == layout_of(value):
-                own[name].copy_(value)
+        for name, start, value in others:
+            part = own.get(name, value[:0]).reshape(-1)[start : start + len(value)]
+            if layout_of(part) == layout_of(value):
+                part.copy_(value)
 
     def _set_values(self, parameter: _Parameter, kept: dict[str, Any]) -> None:
         counts_on_device = parameter.group.get("capturable") or parameter.group.get("fused")
