@@ -355,7 +355,8 @@ class ChaosRun:
 
     def _send(self, number: signal.Signals, targets: list[Process]) -> str | None:
         for process in targets:
-            began = None if self._has_trained(process) else started(process.pid)
+            is_new = process.kind == "agent" and not self._has_trained(process)
+            began = started(process.pid) if is_new else None
             process.send(number)
             # The interval of the heartbeats, and that in which the service stores what they bring.
             if process.kind == "agent":

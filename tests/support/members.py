@@ -183,6 +183,17 @@ class Members:
         source, instance = self.active[0].described, f"i{spare.replica}"
         spare.send(type="follow", source=source, instance=instance, secret="secret")
 
+    def replace_by_spare(self, lost: int) -> Trainer:
+        """Kill one of two members while a spare follows, which takes its place; return the spare."""
+        *members, spare = self.start(3)
+        self.train(members, 1)
+        self.follow(spare)
+        self.wait_step(self.last_step() + 8)
+        members.pop(lost).kill()
+        self.wait_holding(members)
+        self.activate([*members, spare])
+        return spare
+
     def train(self, members: Sequence[Trainer], steps: int) -> None:
         """Make a generation of these members active, and wait until it has made some steps."""
         self.activate(members)

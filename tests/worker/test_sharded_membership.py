@@ -67,28 +67,27 @@ def test_a_killed_or_frozen_process_costs_no_step_and_no_bit(
     assert job.require_complete_stream() == calm.require_complete_stream()
 
 
-@pytest.mark.parametrize("lost", [None, 0, 1])
-def test_each_process_of_a_replica_that_waits_gets_its_part_while_the_others_train(
-    make_members: Callable[..., Members], lost: int | None
+LARGE = {**OPTIONS, "EPOCHS": 5, "WIDTH": 50_000, "STEP_SECONDS": 0.1}
+
+
+def test_each_process_of_a_replica_that_joins_gets_its_part_while_the_others_train(
+    make_members: Callable[..., Members],
 ) -> None:
-    """It joins two others, or follows them and takes the place of one."""
-    options = {**OPTIONS, "EPOCHS": 5, "WIDTH": 50_000, "STEP_SECONDS": 0.1}
-    calm = make_members("calm", **options)
+    job = make_members(**LARGE)
+    first, joining = job.start(2)
+    job.train([first], 3)
+    job.train([first, joining], 3)
+    assert "of 18 large tensors, 18 were received while" in joining.output.read_text()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_each_process_of_a_spare_has_its_part_when_it_takes_the_place_of_a_lost_member(
+    make_members: Callable[..., Members], lost: int
+) -> None:
+    calm = make_members("calm", **LARGE)
     expected = calm.complete(2)
-    job = make_members("killed", **options)
-    *members, spare = job.start(3)
-    if lost is None:
-        first, joining = members
-        job.train([first], 3)
-        job.train([first, joining], 3)
-        assert "of 18 large tensors, 18 were received while" in joining.output.read_text()
-        return
-    job.train(members, 1)
-    job.follow(spare)
-    job.wait_step(job.last_step() + 8)
-    members.pop(lost).kill()
-    job.wait_holding(members)
-    job.activate([*members, spare])
+    job = make_members("killed", **LARGE)
+    spare = job.replace_by_spare(lost)
     assert job.finish() == expected
     assert job.require_complete_stream() == calm.require_complete_stream()
     assert "of 18 large tensors, 18 were received while" in spare.output.read_text()

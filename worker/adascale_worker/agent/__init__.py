@@ -7,5 +7,5 @@ active.
 Modules: `agent` is the state loop, and decides when a trainer is killed and when the next one starts.
 `trainer_process` is the trainer as a process, with what it reports, `trainer_environment` has
 variables for it. `heartbeat` exchanges state with the metrics service, and `link_check` tries to connect to
-the members that train. `snapshots` keeps copies of the state, sends them to other agents and gets theirs.
+the members that train. `replica_time` adds up where the time of the replica goes.
 """

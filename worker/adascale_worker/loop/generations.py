@@ -178,7 +178,7 @@ class Generations(Context):
     def is_ready_for_change(self) -> bool:
         """Whether a change is pending, and replicas that join do not wait for more of the state.
 
-        All processes of a replica call this, and the answer of its leader counts.
+        All processes of a replica call this, and get the same answer.
         """
         if self._server is None:
             return self._change_is_pending

@@ -222,7 +222,7 @@ class StateSource:
         self._sent = 0
         """Parameters that are sent, the first ones."""
         self._others: dict[str, Tensor] = {}
-        """Large tensors that are no parameters, by name: those that are frozen, or averages of weights."""
+        """Large tensors that no optimizer has, by name, such as those that are frozen."""
         self._waiting: deque[tuple[str, int]] = deque()
         """Their names, each with the number of the first element that is not sent."""
         self._step, self._pieces = Snapshot(), Snapshot()
@@ -250,6 +250,10 @@ class StateSource:
         needed = sum(each.own.nbytes for each in self._parameters) + min(LARGEST_PIECE, self._total_bytes)
         if unused_memory() < needed * self._processes:
             raise OSError(f"gradients and pieces need {needed >> 20:,} MiB of memory beside")
+        for each in self._parameters:
+            if hasattr(each.tensor, "device_mesh") and not _is_of_torch(each.optimizer):
+                kind = type(each.optimizer).__name__
+                raise OSError(f"a step of {kind} for some of the sharded parameters may wait for ever")
         for connection in self.connections.values():
             connection.settimeout(TIMEOUT)
         self._others = dict(_other_tensors(self._make_state(), self._parameters))
@@ -360,10 +364,6 @@ class StateSource:
             limit = min(self._allowance, max(self._pauses.get(number, 0.0), FOLLOW_SLACK))
         self._wait(max(limit, 0.0))
         optimizer = self._optimizers[number]
-        kind = type(optimizer)
-        is_known = kind.__module__.startswith("torch.optim.")
-        if not is_known and any(hasattr(each.tensor, "device_mesh") for each in self._parameters):
-            raise OSError(f"a step of {kind.__name__} for some of the sharded parameters may wait for ever")
         if getattr(optimizer, "grad_scale", None) is not None:
             raise OSError("the optimizer divides gradients by the scale of the loss")
         sent = [each for each in self._parameters[: self._sent] if each.owner == number]
@@ -377,7 +377,8 @@ class StateSource:
             "gradients": [each.gradient for each in sent],
         }
         # Others, and some that compute with many tensors at once, change gradients.
-        keeps_gradients = is_known and not any(group.get("foreach") for group in optimizer.param_groups)
+        is_foreach = any(group.get("foreach") for group in optimizer.param_groups)
+        keeps_gradients = _is_of_torch(optimizer) and not is_foreach
         self._step.copy(step, least_later=SMALL if keeps_gradients else math.inf)
 
     def _after_step(self, number: int) -> None:
@@ -727,6 +728,10 @@ def _other_tensors(state: Tree, own: Iterable[_Parameter]) -> Iterator[tuple[str
     for name, tensor in named_tensors(state, SMALL).items():
         if _address(tensor) not in followed:
             yield name, tensor
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _is_large(value: object) -> bool:
