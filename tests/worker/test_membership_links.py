@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -381,6 +382,25 @@ def test_a_loss_in_an_earlier_generation_breaks_up_no_later_one(coordinator: Coo
         assert not coordinator.links.broken
         generations.peers_lost(generation)
         wait_until(lambda: coordinator.links.broken, "the end of the generation")
+
+
+def test_links_that_close_leave_no_connection_without_an_answer(coordinator: Coordinator) -> None:
+    """Its other end would not connect to the links of the next generation."""
+    links, others = coordinator.links, []
+
+    def connect() -> None:
+        others.append(socket.create_connection(coordinator.listener.getsockname(), timeout=PATIENCE))
+
+    def close() -> None:
+        links._closing.set()
+        links._loop.call_soon(connect)
+
+    links._loop.call_soon_threadsafe(close)
+    links._thread.join()
+    with contextlib.suppress(BlockingIOError):  # those of the next generation
+        coordinator.listener.accept()[0].close()
+    with others[0] as other, contextlib.suppress(ConnectionResetError):
+        assert other.recv(1) == b""
 
 
 def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(

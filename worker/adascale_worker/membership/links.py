@@ -391,12 +391,16 @@ class MembershipLinks:
 
     async def _communicate(self) -> None:
         """Hold the connections until `close`. What still runs is cancelled afterwards."""
+        descriptor = self._listener.fileno()  # It may be closed before the links are.
         others = [self._loop.create_task(self._watch())]
         if self._is_coordinator:
             self._loop.add_reader(self._listener, self._accept)
         else:
             others.append(self._loop.create_task(self._keep_connected()))
         await self._closing.wait()
+        # A task that is cancelled before it has begun leaves its connection open, and the other end waits.
+        self._loop.remove_reader(descriptor)
+        await asyncio.sleep(0)
         for link in self._links.values():
             link.send(leave=True)
 
