@@ -2,7 +2,7 @@
 
     python step_times.py FOLDER PROGRAM [ARGUMENT...]
 
-Each process appends a line to a file of its own in FOLDER for each step of an optimizer of torch: the seconds
+Each process appends a line to a file of its own in FOLDER for each optimizer step that it trains: the seconds
 since 1970, the number of the step, the generation, the replicas and the rank. On a GPU a step ends when the
 GPU has made it, which the program waits for.
 """
@@ -45,7 +45,8 @@ def record(folder: Path) -> None:
     lines = (folder / f"steps-{os.getpid()}").open("a", buffering=1)
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
-        if trainers and not isinstance(optimizer, AdaScale):
+        # A replica that waits makes the steps of others without it.
+        if trainers and isinstance(optimizer, AdaScale):
             trainer = trainers[-1]
             if trainer.device.type == "cuda":
                 torch.cuda.synchronize(trainer.device)

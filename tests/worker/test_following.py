@@ -21,6 +21,7 @@ from adascale_worker.state.following import Followers, StateFollower, StateSourc
 from adascale_worker.state.transfer import LEAST, checksum, named_tensors
 from adascale_worker.state.tree import flatten
 from support.examples import examples
+from support.launch import wait_until
 
 Optimizer = torch.optim.Optimizer
 
@@ -29,6 +30,7 @@ Optimizer = torch.optim.Optimizer
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send little in each step, and wait for it as long as it takes on a busy machine."""
     monkeypatch.setattr(following, "CHUNK", 1 << 10)
+    monkeypatch.setattr(following, "STEP_PART", 1 << 12)
     monkeypatch.setattr(following, "LEAST_SHARE", 0.1)
     monkeypatch.setattr(following, "LEAST_WAIT", 60.0)
     monkeypatch.setattr(following, "FOLLOW_SLACK", 60.0)
@@ -257,6 +259,10 @@ def test_gradients_do_not_change_before_they_are_copied(monkeypatch: pytest.Monk
     followers = Followers(source.optimizers, source.state, ())
     followers.add(spare.seen, gets_copies=False)
     followers.send_to_all()
+    may_copy.set()
+    source.step()  # after which there are gradients to send
+    wait_until(lambda: spare.follower.count, "the first piece")
+    may_copy.clear()
     source.step()
     waiting = threading.Thread(target=followers.wait_for_copies)
     waiting.start()
@@ -266,6 +272,8 @@ def test_gradients_do_not_change_before_they_are_copied(monkeypatch: pytest.Monk
     waiting.join()
     while not followers.have_all(["spare"]):
         source.step()
+    (sending,) = followers._sources
+    sending.flush(lambda: None)
     may_copy.clear()
     source.step()
     for parameter in source.middle.parameters():
@@ -274,6 +282,7 @@ def test_gradients_do_not_change_before_they_are_copied(monkeypatch: pytest.Monk
     may_copy.set()
     followers.wait_for_copies()
     source.step()
+    assert "has changed gradients" in sending.problem
     followers.send_to_all()
     assert not followers.instances
     spare.join()

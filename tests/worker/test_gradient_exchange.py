@@ -34,8 +34,9 @@ def test_the_memory_of_gradients_is_mapped_before_the_first_step_and_no_gradient
     exchange = GradientExchange(list(model.parameters()), group_of(0, 2))
     release_free_memory()
     before = resident_bytes()
-    exchange.use((True, True))
-    exchange.map_memory()
+    exchange.prepare((True, True))
+    assert exchange._mapping is not None
+    exchange._mapping.join()
     assert resident_bytes() - before >= 0.95 * model.weight.nbytes
     assert [parameter.grad for parameter in model.parameters()] == [None] * 2
 

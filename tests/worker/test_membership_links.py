@@ -64,7 +64,9 @@ def generations_of(trainer: socket.socket) -> Generations:
     parts = SimpleNamespace(
         group=ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True, peer_timeout=PATIENCE),
         shutdown_request=ShutdownRequest(),
-        state=SimpleNamespace(number=None, has_followed=False, followers=Followers([], dict, ())),
+        state=SimpleNamespace(
+            number=None, has_followed=False, is_mixed=False, followers=Followers([], dict, ())
+        ),
         accelerator="",
         channel=AgentChannel(trainer),
         spent=TimeSpent(lambda _: None),

@@ -9,6 +9,7 @@ last bucket also says which these are: a parameter that no replica has used gets
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress
 
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.program.trained_parameters import Flags
 from adascale_worker.scaling.statistics.norms import MAX_ELEMENTS_TO_COPY, batches
 from adascale_worker.torch_private.autograd import flatten_together
@@ -45,7 +47,7 @@ class _Bucket:
     def allocate(self) -> None:
         """Use new memory."""
         first, sizes = self._shards[0], [shard.numel() for shard in self._shards]
-        self.flat = torch.zeros(sum(sizes) + self._flags, dtype=first.dtype, device=first.device)
+        self.flat = torch.empty(sum(sizes) + self._flags, dtype=first.dtype, device=first.device)
         *parts, self.flags = self.flat.split([*sizes, self._flags])
         self.views = [
             # Optimizers are faster if gradients have the layout of their parameters.
@@ -85,6 +87,7 @@ class GradientExchange:
         self._begun = 0
         """Buckets whose exchange has begun."""
         self._works: list[dist.Work | None] = []
+        self._mapping: threading.Thread | None = None
         self._present: dict[int, bool] = {}
         self._patterns: dict[tuple[bool, ...], Tensor] = {}
 
@@ -99,7 +102,7 @@ class GradientExchange:
         self._begins_early = False
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._mapping = [], None
 
     def discard(self) -> None:
         """Leave the memory of an exchange that has not finished to it."""
@@ -139,6 +142,9 @@ class GradientExchange:
         keeps_means: bool,  # whether the last means are still used
     ) -> None:
         """Prepare for an exchange."""
+        if self._mapping is not None:
+            self._mapping.join()
+            self._mapping = None
         if self._works and (trained := self.trained) is not None:
             # An exchange that has failed may still write into the buckets.
             self.forget()
@@ -146,10 +152,17 @@ class GradientExchange:
         self._take, self._begins_early, self._keeps_means = take, is_early, keeps_means
         self._begun, self._works, self._present = 0, [], {}
 
-    def map_memory(self) -> None:
-        """Map the memory of the buckets."""
-        for bucket in self._buckets:
-            bucket.flat.fill_(0.0)
+    def prepare(self, trained: Flags) -> None:
+        """Make buckets before they are needed, and map their memory in a thread, if there is enough."""
+        try:
+            self.use(trained)
+            flats = [bucket.flat for bucket in self._buckets]
+            if self._mapping is None and unused_memory() > 2 * sum(flat.nbytes for flat in flats):
+                mapping = threading.Thread(target=lambda: [flat.zero_() for flat in flats], daemon=True)
+                mapping.start()
+                self._mapping = mapping
+        except (RuntimeError, MemoryError):
+            self.forget()
 
     def _arrived(self, _: Tensor) -> None:
         while self._begins_early and self._begun < len(self._buckets):

@@ -110,8 +110,7 @@ class OptimizerGradients:
 
     def prepare(self) -> None:
         """Make buckets before they are needed, and map their memory."""
-        self.exchange.use(tuple([parameter.requires_grad for parameter in self._parameters]))
-        self.exchange.map_memory()
+        self.exchange.prepare(tuple([parameter.requires_grad for parameter in self._parameters]))
 
     def begin_generation(self, trained: Callable[[Sequence[Tensor]], Flags]) -> None:
         """Make the buckets of the other replicas, for the parameters that all of them train now."""

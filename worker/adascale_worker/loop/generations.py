@@ -6,6 +6,7 @@ Without an agent there is one generation, which `begin_alone` enters.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import socket
@@ -68,6 +69,8 @@ FOLLOW_PAUSE: Final = 1.0
 """Seconds until a replica that waits connects again to the one that it follows..."""
 MEMORY_PAUSE: Final = 60.0
 """...and if it has too little memory for copies."""
+MAX_TRIES: Final = 2
+"""How often a replica that joins tries to follow rank 0."""
 SILENCE: Final = 1.0
 """Seconds in which something is heard of the replica that is followed, once the others have left it."""
 # The messages of a leader to the other processes of its replica, which wait to enter a generation, are "form"
@@ -107,8 +110,8 @@ class Generations(Context):
         """Whose state this replica gets while it waits."""
         self._follows_at = 0.0
         """When it connects next."""
-        self._followed = 0
-        """The newest generation whose rank 0 this replica has followed, or tried to."""
+        self._followed = 0, 0
+        """The newest generation whose rank 0 this replica has tried to follow, and how often."""
         self._follows = 0
         """How often it has begun to follow another one."""
         self._lack = ""
@@ -145,6 +148,8 @@ class Generations(Context):
         port = self._listener.getsockname()[1]
         self._server = server = FollowerServer(os.environ.get(ENV_ADDRESS, "127.0.0.1"))
         server.ports = self.group.own.exchange(server.port)
+        # A collection of all objects takes 0.1 s, for which all replicas wait.
+        gc.collect()
         self.channel.start(self._handle)
         self.channel.send(Ready(port, self.accelerator, os.getpid(), server.port))
 
@@ -183,12 +188,13 @@ class Generations(Context):
         if self._server is None:
             return self._change_is_pending
         followers, group = self.state.followers, self.group
+        is_pending, links = self._change_is_pending, self._next_links
         for each in self._server.take():
             if each.instance in self._instances:
                 each.connection.close()  # It has tried before it was a member.
             else:
-                followers.add(each, gets_copies=group.replicas == 1)
-        is_pending, links = self._change_is_pending, self._next_links
+                joins = is_pending and each.instance in self._joining()
+                followers.add(each, gets_copies=group.replicas == 1 and not joins)
         joining = self._joining() if is_pending and group.rank == 0 else {}
         is_late = time.monotonic() - (self._pending_since or math.inf) > MAX_CONNECTION_TIME
 
@@ -205,7 +211,8 @@ class Generations(Context):
                 followers.send_to_all()
             return False
         self._pending_since = self._pending_since or time.monotonic()
-        followers.send_pieces(served)
+        if followers.send_pieces(served) and group.replicas == 1:
+            self._prepare_memory()
         # Those whose connections are of no use any more are missing too.
         are_there = is_late or followers.instances >= {*served}
         is_ready = followers.have_all(served) and not any(map(is_missing, joining))
@@ -398,10 +405,16 @@ class Generations(Context):
     def _follow_rank_0(self, assignment: Assignment) -> bool:
         """Get the state of rank 0 of the generation, if that trains; return whether this was tried now."""
         state = self.state
-        is_done = self._followed == assignment.generation or state.has_followed or state.number is not None
+        generation, tries = self._followed
+        tries = tries if generation == assignment.generation else 0
+        # Again, because rank 0 may have sent a copy, before it knew that this replica joins.
+        links = self._next_links
+        has_left = tries > 0 and links is not None and links.has_arrived(0)
+        is_done = tries == MAX_TRIES or has_left or state.is_mixed or state.has_followed
+        is_done = is_done or state.number is not None
         if assignment.rank == 0 or is_done or not assignment.members[0].state_port:
             return False
-        self._followed = assignment.generation
+        self._followed = assignment.generation, tries + 1
         instance = assignment.members[assignment.rank].instance
         self._source = Follow(assignment.members[0], instance, _secret_of(assignment))
         self._follow(self._source)

@@ -32,7 +32,7 @@ from adascale_storage import Part
 from adascale_worker.membership.links import Follower
 from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.process.snapshot_place import Condition, CopyNumber, SnapshotPlaces
-from adascale_worker.scaling.statistics.norms import local_shard
+from adascale_worker.scaling.statistics.norms import batches, local_shard
 from adascale_worker.state.file import Snapshot, data_bytes, divide, with_local
 from adascale_worker.state.transfer import CHUNK, SMALL, named_tensors
 from adascale_worker.state.tree import Tree, flatten, layout_of, layouts, unflatten
@@ -43,6 +43,10 @@ POLL: Final = 0.1
 """Seconds after which a wait looks for news of the others."""
 SHARE_OF_STEP: Final = 0.9
 """The share of the time of a step in which its message is to be sent."""
+STEP_PART: Final = 32 << 20
+"""Bytes of gradients in a message, at least: a replica that waits makes a part of the step with each."""
+MAX_PARTS: Final = 64
+"""Messages of a step."""
 LARGEST_PIECE: Final = 512 << 20
 """Bytes of a piece, unless one parameter has more."""
 LEAST_SHARE: Final = 0.02
@@ -216,7 +220,7 @@ class StateSource:
         self._sending_to = ""
         """Which of them is sent something now."""
         self._completed_at: float | None = None
-        """When only the rest remained."""
+        """When all but the gradients of the next steps was sent."""
         self._cost = 0.0
         """Seconds since then for which training has waited."""
         self._sent = 0
@@ -225,16 +229,23 @@ class StateSource:
         """Large tensors that no optimizer has, by name, such as those that are frozen."""
         self._waiting: deque[tuple[str, int]] = deque()
         """Their names, each with the number of the first element that is not sent."""
-        self._step, self._pieces = Snapshot(), Snapshot()
+        self._step: list[Snapshot] = []
+        """The messages of the last step."""
+        self._snapshots: list[Snapshot] = []
+        """Those and more, whose memory is used again."""
+        self._pieces = Snapshot()
         self._copied = threading.Event()
         """Whether the last gradients may change."""
         self._copied.set()
-        self._idle = threading.Event()
-        """Whether all is sent."""
-        self._idle.set()
+        self._sending: threading.Thread | None = None
+        """The thread that sends what was handed over last, after all before."""
         self._total_bytes = sum(each.nbytes for each in _all_large(self._parameters))
+        self._is_stepping = False
+        """Whether an optimizer has begun a step and not ended it."""
+        self._begun_at = 0.0
+        """When the last step of an optimizer began."""
         self._stepped: tuple[int, float] | None = None
-        """Which optimizer has made the last step, and when."""
+        """Which optimizer has made the last step, and when it ended."""
         self._pauses: dict[int, float] = {}
         """Seconds from the last step of each optimizer to the next step of any, in which it can be sent."""
         self._waited = self._sending_time = 0.0
@@ -271,14 +282,20 @@ class StateSource:
         """Whether only a small rest remains to be sent, or the whole state has to be sent."""
         return bool(self.problem) or (self._sent == len(self._parameters) and not self._waiting)
 
+    @property
+    def lacks_only_steps(self) -> bool:
+        """Whether only the gradients of the last step are to be sent before a change, or the whole state."""
+        return bool(self.problem) or self._completed_at is not None
+
     def flush(self, check: Callable[[], None]) -> None:
         """Wait until all is sent, if it is complete, for not much longer than usual.
 
         `check` may raise an error.
         """
-        usual = (self._step.data_bytes + self._pieces.data_bytes) / self._bandwidth
+        pieces = self._pieces.data_bytes if self._completed_at is None else 0
+        usual = (self._step_bytes + pieces) / self._bandwidth
         deadline = time.monotonic() + max(2.0 * usual, LEAST_WAIT)
-        while self.is_complete and time.monotonic() < deadline and not self._idle.wait(POLL):
+        while self.is_complete and time.monotonic() < deadline and not self._is_sent(POLL):
             check()
 
     def close(self) -> None:
@@ -286,7 +303,7 @@ class StateSource:
         for hook in self._hooks:
             hook.remove()
         self._disconnect()
-        self._idle.wait(TIMEOUT)
+        self._is_sent(TIMEOUT)
         for connection in [*self.connections.values()]:
             connection.close()
 
@@ -304,14 +321,11 @@ class StateSource:
 
     def _in_step(self, send: Callable[[], object]) -> None:
         """Send something in a step of the program, as long as its cost is small."""
-        begun = time.monotonic()
+        begun, counts = time.monotonic(), self._completed_at is not None
         self._attempt(self._require_cheap)
         self._attempt(send)
-        now = time.monotonic()
-        if self._completed_at is not None:
-            self._cost += now - begun
-        elif self.is_complete:
-            self._completed_at = now
+        if counts:
+            self._cost += time.monotonic() - begun
 
     @property
     def _allowance(self) -> float:
@@ -339,7 +353,7 @@ class StateSource:
     def _wait(self, seconds: float) -> None:
         """Wait until what was handed over is sent, without one that takes nothing."""
         begun = time.monotonic()
-        while not self._idle.wait(seconds):
+        while not self._is_sent(seconds):
             late = self.connections.get(self._sending_to)
             if late is None or len(self.connections) == 1:
                 self.is_slow = True
@@ -350,6 +364,19 @@ class StateSource:
         self._waited += time.monotonic() - begun
         if self.problem:
             raise OSError(self.problem)
+
+    def _is_sent(self, seconds: float) -> bool:
+        """Wait, and return whether all that was handed over is sent, or cannot be."""
+        if self._sending is not None:
+            self._sending.join(seconds)
+            if self._sending.is_alive():
+                return False
+        self._sending = None
+        return True
+
+    @property
+    def _step_bytes(self) -> int:
+        return sum(message.data_bytes for message in self._step)
 
     @property
     def _bandwidth(self) -> float:
@@ -363,30 +390,48 @@ class StateSource:
         if self._completed_at is not None:
             limit = min(self._allowance, max(self._pauses.get(number, 0.0), FOLLOW_SLACK))
         self._wait(max(limit, 0.0))
+        if self._completed_at is None and self.is_complete:
+            self._completed_at = time.monotonic()
+        if self._is_stepping:
+            raise OSError("a step has failed whose gradients were sent")
+        self._is_stepping = True
         optimizer = self._optimizers[number]
         if getattr(optimizer, "grad_scale", None) is not None:
             raise OSError("the optimizer divides gradients by the scale of the loss")
-        sent = [each for each in self._parameters[: self._sent] if each.owner == number]
-        step = {
-            "optimizer": number,
-            "groups": [
-                {name: value for name, value in group.items() if name != "params"}
-                for group in optimizer.param_groups
-            ],
-            "values": [each.small for each in sent],
-            "gradients": [each.gradient for each in sent],
-        }
         # Others, and some that compute with many tensors at once, change gradients.
         is_foreach = any(group.get("foreach") for group in optimizer.param_groups)
-        keeps_gradients = _is_of_torch(optimizer) and not is_foreach
-        self._step.copy(step, least_later=SMALL if keeps_gradients else math.inf)
+        is_of_torch = _is_of_torch(optimizer)
+        keeps_gradients = is_of_torch and not is_foreach
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        sent = [n for n, each in enumerate(self._parameters[: self._sent]) if each.owner == number]
+        sizes = [self._parameters[n].own.nbytes for n in sent]
+        # Another optimizer may need all gradients together.
+        largest = max(STEP_PART, sum(sizes) // (MAX_PARTS if is_of_torch else 1))
+        parts = [[sent[n] for n in part] for part in batches(sizes, [None] * len(sent), largest)]
+        self._snapshots += [Snapshot() for _ in parts[len(self._snapshots) :]]
+        self._step = self._snapshots[: len(parts)]
+        for snapshot, part in zip(self._step, parts, strict=True):
+            step = {
+                "optimizer": number,
+                "groups": groups,
+                "values": [(n, self._parameters[n].small, self._parameters[n].gradient) for n in part],
+            }
+            snapshot.copy(step, least_later=SMALL if keeps_gradients else math.inf)
+        self._begun_at = time.monotonic()
+        if parts:
+            self._copied.clear()
+            self._hand_over(self._step)
 
     def _after_step(self, number: int) -> None:
-        self._stepped = number, time.monotonic()
+        now = time.monotonic()
+        self._stepped, self._is_stepping = (number, now), False
         pause, budget = self._pauses.get(number), 0.0
         if pause is not None and self._sending_time:
-            budget = self._bandwidth * SHARE_OF_STEP * pause - self._step.data_bytes
-            budget = min(budget, LARGEST_PIECE)
+            left = max(self._step_bytes - self._bandwidth * (now - self._begun_at), 0.0)
+            budget = min(self._bandwidth * SHARE_OF_STEP * pause - left, LARGEST_PIECE)
         if pause is None or pause == max(self._pauses.values()):
             budget = max(budget, CHUNK, LEAST_SHARE * self._total_bytes)
         parameters, others, size = [], [], 0
@@ -403,29 +448,33 @@ class StateSource:
             size += part.nbytes
             if start + len(part) < len(whole):
                 self._waiting.appendleft((name, start + len(part)))
-        self._pieces.copy({"parameters": parameters, "others": others}, least_later=SMALL)
-        self._hand_over()
+        if parameters or others:
+            self._pieces.copy({"parameters": parameters, "others": others}, least_later=SMALL)
+            self._hand_over([self._pieces])
 
-    def _hand_over(self) -> None:
-        self._copied.clear()
-        self._idle.clear()
-        thread = threading.Thread(target=self._send, name="adascale-state", daemon=True)
+    def _hand_over(self, snapshots: Sequence[Snapshot]) -> None:
+        thread = threading.Thread(
+            target=self._send, args=(snapshots, self._sending), name="adascale-state", daemon=True
+        )
         try:
             thread.start()
         except BaseException:
             self._copied.set()
-            self._idle.set()
             raise
+        self._sending = thread
 
-    def _send(self) -> None:
-        begun = time.monotonic()
+    def _send(self, snapshots: Sequence[Snapshot], earlier: threading.Thread | None) -> None:
+        lost = ""
         try:
-            self._step.wait()
-            self._copied.set()
-            if self._step.is_torn:
-                raise OSError("the program has changed gradients after the step")
-            for snapshot in (self._step, self._pieces):
+            if earlier is not None:
+                earlier.join()
+            begun = time.monotonic()
+            for snapshot in snapshots:
                 snapshot.wait()
+            self._copied.set()
+            if any(snapshot.is_torn for snapshot in self._step):
+                raise OSError("the program has changed gradients after the step")
+            for snapshot in snapshots:
                 for instance, connection in [*self.connections.items()]:
                     self._sending_to = instance
                     try:
@@ -443,7 +492,6 @@ class StateSource:
             self.problem = self.problem or f"{type(error).__name__}: {error}"
         finally:
             self._copied.set()
-            self._idle.set()
 
 
 def _send_message(connection: socket.socket, spec: bytes, parts: Iterable[Part] = ()) -> None:
@@ -510,8 +558,8 @@ class Followers:
         for copies in self._copies.values():
             copies.news.set()
 
-    def send_pieces(self, instances: Collection[str]) -> None:
-        """Send the state to these from the next step on, if they get no pieces yet."""
+    def send_pieces(self, instances: Collection[str]) -> bool:
+        """Send the state to these from the next step on, if they get no pieces yet; return whether any."""
         connections = {}
         for instance in self._waiting.keys() & {*instances}:
             follower, copies = self._waiting.pop(instance), self._copies.pop(instance, None)
@@ -522,10 +570,12 @@ class Followers:
         if connections:
             source = StateSource(self._optimizers, self._make_state, connections, self._processes)
             self._sources.append(source)
+            return not source.problem
+        return False
 
     def have_all(self, instances: Collection[str]) -> bool:
         """Whether these need only a rest between two steps, or have to wait for the whole state."""
-        return all(source.is_complete for source in self._sources if source.instances & {*instances})
+        return all(each.lacks_only_steps for each in self._sources if each.instances & {*instances})
 
     def finish(self, instances: Collection[str], check: Callable[[], None]) -> None:
         """Send nothing any more, after what was handed over. `check` may raise an error.
@@ -667,24 +717,22 @@ class StateFollower:
         self,
         optimizer: int,
         groups: list[dict[str, Any]],
-        values: list[dict[str, Any]],
-        gradients: list[Tensor | None],
+        values: list[tuple[int, dict[str, Any], Tensor | None]],  # by the number of the parameter
     ) -> None:
-        """Make a step of an optimizer for the parameters that this replica has."""
-        if self.count == 0:
-            return
+        """Make a step of an optimizer for some of the parameters that this replica has."""
         stepping = self._optimizers[optimizer]
-        own = [each for each in self._parameters[: self.count] if each.owner == optimizer]
         for group, settings in zip(stepping.param_groups, groups, strict=True):
             for name, value in settings.items():
                 group[name] = _on_device_of(group[name], value) if name in group else value
-        for parameter, kept, gradient in zip(own, values, gradients, strict=True):
+        for number, kept, gradient in values:
+            parameter = self._parameters[number]
             self._set_values(parameter, kept)
             parameter.tensor.grad = None if gradient is None else parameter.like(gradient)
-        # Not `optimizer.step`, which schedulers count.
-        type(stepping).step(stepping)
-        for parameter in own:
-            parameter.tensor.grad = None
+        # Not `optimizer.step`, which schedulers count, and without the hooks of the program.
+        step: Any = type(stepping).step
+        getattr(step, "__wrapped__" if hasattr(step, "hooked") else "__call__")(stepping)
+        for number, *_ in values:
+            self._parameters[number].tensor.grad = None
 
     @torch.no_grad()
     def _keep(
@@ -694,6 +742,8 @@ class StateFollower:
         if not self.has_changed:
             self.has_changed = True
             self._forget()
+            for parameter in self._parameters:
+                parameter.tensor.grad = None
             if self._copies is not None:
                 self._copies.release()
         for value, kept in parameters:
