@@ -54,3 +54,16 @@ def make_elastic(no_job: None) -> Iterator[Callable[..., Any]]:
     yield make
     for trainer in reversed(made):
         trainer.elastic.close()
+
+
+@pytest.fixture
+def train_both(make_elastic: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """Trains with a plain trainer and with an elastic one, each made with a name, and returns both."""
+
+    def train(make: Callable[[str], Any], **options: Any) -> tuple[Any, Any]:
+        plain, ours = make("plain"), make_elastic(make("elastic"), **options)
+        for each in (plain, ours):
+            each.train()
+        return plain, ours
+
+    return train

@@ -96,6 +96,47 @@ def test_weights_are_those_of_the_plain_framework_bit_for_bit(
     assert elastic[1] == plain[1]
 
 
+class SampleStream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(samples().__getitem__, range(48))
+
+
+def test_the_data_may_be_a_stream(make: Make) -> None:
+    def trained(accelerator: Any, epochs: Any) -> Any:
+        model: Any = network()
+        model, optimizer, batches = accelerator.prepare(model, sgd(model), DataLoader(SampleStream(), 8))
+        seen = []
+        for _ in epochs(2):
+            for index, x, y in batches:
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.extend(index.tolist())
+        return model, seen, batches
+
+    plain, _, _ = trained(make(accelerate.Accelerator, cpu=True), range)
+    accelerator = make()
+    model, seen, batches = trained(accelerator, accelerator.epochs)
+    assert equal(parameters_of(model), parameters_of(plain))
+    assert seen == [*range(48)] * 2
+    model.eval()
+    with pytest.raises(DatasetError, match=r"evaluation mode.* __len__"):
+        next(iter(batches))
+    shuffled = make(shuffle_buffer=20)
+    _, seen, _ = trained(shuffled, shuffled.epochs)
+    assert sorted(seen[:48]) == sorted(seen[48:]) == [*range(48)] != seen[:48] != seen[48:]
+
+
+def test_a_model_that_accelerate_compiles_is_trained(make: Make) -> None:
+    plain, _ = train(make(accelerate.Accelerator, cpu=True), sgd)
+    model, _ = train(make(dynamo_backend="eager"), sgd)
+    assert isinstance(model, torch._dynamo.OptimizedModule)
+    for found, expected in zip(parameters_of(model), parameters_of(plain), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_accumulation_is_that_of_the_trainer_and_gives_the_weights_of_whole_batches(make: Make) -> None:
     plain, _ = train(make(accelerate.Accelerator, cpu=True, gradient_accumulation_steps=2), sgd, batch_size=4)
     elastic = make(gradient_accumulation_steps=2, local_bsz_bounds=(2, 2))
@@ -315,7 +356,6 @@ class Stream(IterableDataset[Tensor]):
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        (lambda: DataLoader(Stream()), "Stream, an IterableDataset"),
         (
             lambda: DataLoader(samples(), batch_sampler=[[0, 1]]),
             r"batch_sampler=list\(\.\.\.\) or batch_size=None",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils.data import IterableDataset
 from transformers import (
     DataCollatorWithPadding,
     EarlyStoppingCallback,
@@ -48,19 +50,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 _TIMES = ("_runtime", "_per_second", "_time")
 SEQUENTIAL = {"train_sampling_strategy": "sequential"}
-
-
-@pytest.fixture
-def train_both(make_elastic: MakeElastic) -> TrainBoth:
-    """Trains with a plain trainer and with an elastic one, each made with a name, and returns both."""
-
-    def train(make: Callable[[str], Any], **options: Any) -> tuple[Any, Any]:
-        plain, ours = make("plain"), make_elastic(make("elastic"), **options)
-        for each in (plain, ours):
-            each.train()
-        return plain, ours
-
-    return train
 
 
 class Calls(TrainerCallback):  # type: ignore[misc]
@@ -152,6 +141,27 @@ def test_the_weights_and_the_logs_are_those_of_the_plain_trainer(
     folders = [sorted(path.name for path in (tmp_path / name).glob("*/*")) for name in ("plain", "elastic")]
     assert folders[0] == folders[1]
     assert all(hasattr(plain, name) for name in ("_globalstep_last_logged", "current_flos"))
+
+
+class TextStream(IterableDataset[Any]):
+    """Texts without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(Texts(24).__getitem__, range(24))
+
+
+def test_the_data_may_be_a_stream_which_is_begun_again(train_both: TrainBoth, tmp_path: Path) -> None:
+    def make(name: str) -> Trainer:
+        chosen = sequential(tmp_path / name, max_steps=11, logging_steps=3)
+        return Trainer(language_model(), chosen, train_dataset=TextStream())
+
+    plain, ours = train_both(make)
+    require_equal(weights_of(plain.model), weights_of(ours.model))
+    for trainer in (plain, ours):  # The framework counts passes, and in each the share of all steps.
+        for logs in trainer.state.log_history:
+            del logs["epoch"]
+    require_same_history(plain, ours)
+    assert (ours.state.global_step, ours.state.epoch) == (11, 1.0)
 
 
 class OwnTrainer(Trainer):  # type: ignore[misc]
@@ -525,6 +535,53 @@ def test_the_learning_rate_follows_the_evaluation(train_both: TrainBoth, tmp_pat
     require_equal(*(weights_of(trainer.model) for trainer in trained))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("regional", ["0", "1"])
+def test_the_model_is_compiled_once_for_all_batch_sizes(
+    make_elastic: MakeElastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, regional: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", regional)
+    # Another size than the length, which torch would take for the same number.
+    options: dict[str, Any] = {"max_steps": 12, "per_device_train_batch_size": 6}
+    plain = Trainer(language_model(), sequential(tmp_path, **options), train_dataset=Texts(48))
+    plain.train()
+    graphs = []
+    for largest in (6, 24):  # With the larger one, some steps have two batches.
+        torch.compiler.reset()
+        counters.clear()
+        chosen = sequential(tmp_path, torch_compile=True, torch_compile_backend="eager", **options)
+        trainer = Trainer(language_model(), chosen, train_dataset=Texts(48))
+        ours = make_elastic(trainer, max_batch_size=largest, local_bsz_bounds=(6, 6))
+        ours.train()
+        graphs.append(counters["stats"]["unique_graphs"])
+        found, expected = weights_of(ours.model), weights_of(plain.model)
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5)
+    assert graphs[0] == graphs[1] > 0
+
+
+def test_a_step_whose_gradients_overflow_is_skipped_and_the_scaler_is_saved(
+    make_elastic: MakeElastic, tmp_path: Path
+) -> None:
+    """As with fp16, with a scaler that accelerate makes on GPUs only."""
+
+    class Overflows(Trainer):  # type: ignore[misc]
+        calls = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return super().compute_loss(*args, **kwargs) * (float("inf") if self.calls == 2 else 1.0)
+
+    trainer = Overflows(language_model(), sequential(tmp_path, max_steps=6), train_dataset=Texts(48))
+    ours = make_elastic(trainer, local_bsz_bounds=(8, 8), max_batch_size=8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=6)
+    ours.accelerator.scaler = scaler
+    ours.train()
+    assert (ours.calls, ours.elastic.steps, ours.state.global_step) == (7, 6, 6)
+    assert scaler.get_scale() == 32.0
+    assert all(bool(weight.isfinite().all()) for weight in weights_of(ours.model).values())
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
@@ -532,7 +589,6 @@ def test_the_learning_rate_follows_the_evaluation(train_both: TrainBoth, tmp_pat
     ("options", "message"),
     [
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True .* local_bsz_bounds=\(4, \"auto\"\)"),
-        ({"torch_compile": True}, r"torch_compile=True .* model\.compile\(dynamic=True\)"),
         ({"save_on_each_node": True}, "save_on_each_node=True .* folder that the replicas share"),
         ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' .* use reduce_lr_on_plateau"),
         ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True .* leave it out"),
@@ -553,9 +609,6 @@ def test_wrong_uses_are_refused(make_elastic: MakeElastic, tmp_path: Path) -> No
         elastic(language_model())
     trainer = Trainer(language_model(), arguments(tmp_path))
     with pytest.raises(DatasetError, match="without train_dataset"):
-        make_elastic(trainer)
-    trainer.train_dataset = iter([1])
-    with pytest.raises(DatasetError, match="has no length"):
         make_elastic(trainer)
     trainer.train_dataset = Texts(48)
     with pytest.raises(InvalidJobError, match=r"single_replica_gain must be .*, got 'never'"):

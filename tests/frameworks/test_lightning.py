@@ -45,6 +45,15 @@ def loader(batch_size: int = BATCH_SIZE, **options: Any) -> DataLoader[Any]:
     return DataLoader(data(), batch_size=batch_size, **options)
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(data().__getitem__, range(SAMPLES))
+
+
+def stream(batch_size: int = BATCH_SIZE) -> DataLoader[Any]:
+    return DataLoader(Stream(), batch_size=batch_size)
+
+
 class StepsMixin:
     """A module of either package, whose loss is a mean over a batch."""
 
@@ -304,7 +313,54 @@ def test_training_may_end_by_samples_in_place_of_epochs(fit: Fit) -> None:
     assert [step for step, _, _ in fit.record.steps][-1] == steps
 
 
+def test_the_data_may_be_a_stream_which_is_begun_again(fit: Fit) -> None:
+    options: dict[str, Any] = {
+        "max_epochs": -1,
+        "max_steps": 15,
+        "val_check_interval": 4,
+        "check_val_every_n_epoch": None,
+    }
+    plain = fit(Steps(interval="epoch"), train=stream(), **options)
+    record, logged = fit.record, fit.logged
+    elastic = fit(Steps(interval="epoch"), fit.strategy(**FIXED), train=stream(), **options)
+    require_equal(elastic, plain)
+    assert fit.record.steps == record.steps
+    assert [step for step, _ in fit.record.validations] == [step for step, _ in record.validations] != []
+    assert fit.logged == logged
+
+
 # -- accumulation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "by_epoch"), [(1.0, 1), (0.7, 1), (4, 1), (1.0, None)])
+def test_accumulation_and_a_limit_mean_what_they_mean_in_plain_lightning(
+    fit: Fit, limit: float, by_epoch: int | None
+) -> None:
+    class Estimates(Steps):
+        def configure_optimizers(self) -> Any:
+            self.estimated = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    options: dict[str, Any] = {
+        "accumulate_grad_batches": 2,
+        "limit_train_batches": limit,
+        "val_check_interval": 4,
+        "check_val_every_n_epoch": by_epoch,
+    }
+    plain = fit(Estimates(), **options)
+    record, checkpoints, logged = fit.record, fit.checkpoints, fit.logged
+    strategy = fit.strategy(max_batch_size=16, local_bsz_bounds=(16, 16))
+    elastic = fit(Estimates(), strategy, **options)
+    assert elastic.estimated == plain.estimated
+    assert fit.strategies[-1].elastic_trainer.batch_size == 16
+    for a, b in zip(weights(elastic), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    completed = {step: (idx, lr) for step, idx, lr in reversed(record.steps) if step}
+    assert {step: (idx, lr) for step, idx, lr in fit.record.steps} == completed
+    assert fit.record.epochs == record.epochs
+    assert [step for step, _ in fit.record.validations] == [step for step, _ in record.validations]
+    assert fit.checkpoints == checkpoints
+    assert fit.logged == logged
 
 
 @pytest.mark.parametrize("mode", ["automatic", "manual"])
@@ -457,11 +513,6 @@ def test_a_resumed_fit_continues_with_counters_and_states_of_hooks(fit: Fit, tmp
 # -- refusals -----------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        yield torch.zeros(6)
-
-
 class ReadsAhead(Steps):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         raise AssertionError
@@ -491,8 +542,14 @@ def _step_lr(optimizer: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"accumulate_grad_batches": 2}, WorkerError, "multiply the batch_size"),
-        ({"limit_train_batches": 3}, WorkerError, "Subset"),
+        ({"train": lambda: stream(), "limit_train_batches": 3}, DatasetError, "pass max_steps"),
+        ({"train": lambda: stream()}, WorkerError, "pass max_steps to the Trainer, without max_epochs"),
+        ({"limit_train_batches": 0.1}, DatasetError, "has no batches"),
+        (
+            {"train": lambda: stream(), "max_epochs": -1, "max_steps": 9, "val_check_interval": 1.0},
+            WorkerError,
+            "pass val_check_interval=n",
+        ),
         ({"overfit_batches": 2}, WorkerError, "Subset"),
         ({"reload_dataloaders_every_n_epochs": 1}, WorkerError, "leave it out"),
         ({"sync_batchnorm": True}, WorkerError, "convert_sync_batchnorm"),
@@ -506,7 +563,6 @@ def _step_lr(optimizer: Any) -> Any:
         ({"module": lambda: Steps("several"), "max_steps": 9}, WorkerError, "pass max_epochs"),
         ({"callbacks": (callbacks.StochasticWeightAveraging(0.1),)}, WorkerError, "WeightAveraging"),
         ({"callbacks": (callbacks.GradientAccumulationScheduler({0: 2}),)}, WorkerError, "accumulates"),
-        ({"train": lambda: DataLoader(Stream(), batch_size=8)}, DatasetError, "__getitem__"),
         ({"train": lambda: loader(sampler=_some())}, DatasetError, "ElasticStrategy(order=...)"),
         ({"train": lambda: [loader(), loader()]}, DatasetError, "2 train dataloaders"),
         ({"train": lambda: [1, 2, 3]}, DatasetError, "torch.utils.data.DataLoader"),

@@ -72,7 +72,7 @@ def test_only_the_last_step_of_an_epoch_reaches_the_number_of_its_batches(
         assert (done == length) == is_last
         assert 0 <= done <= length
         if is_last:
-            counts.epoch = int(counts.after) // length
+            counts.begin_epoch(int(counts.after) // length)
 
 
 @given(st.integers(1, 30), st.integers(1, 10), st.integers(1, 8))
@@ -81,7 +81,7 @@ def test_at_the_initial_batch_size_the_counts_are_those_of_plain_lightning(
 ) -> None:
     counts = Counts(float(length), length)
     for step in range(steps):
-        counts.epoch = step // length
+        counts.begin_epoch(step // length)
         assert counts.batch_index == step % length
         counts.before, counts.after = float(step), step + 1.0
         is_last = (step + 1) % length == 0

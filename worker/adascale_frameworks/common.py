@@ -5,17 +5,18 @@ Besides what is refused, and the parts of a program by name.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeGuard
 
+import numpy
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
@@ -23,6 +24,7 @@ from torch.utils.data import (
 
 from adascale_core.names import LAUNCHER_VARIABLES, MAX_METRICS
 from adascale_worker.batches.feed import CHOSEN_BY_TRAINER
+from adascale_worker.batches.order import OrderFunction, is_stream, permute
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.reporting.reports import as_number
@@ -35,6 +37,18 @@ def hide_launcher(environ: MutableMapping[str, str]) -> dict[str, str]:
     Under `torchrun` or `srun`, call this after `ElasticTrainer` was made, which reads the rank from them.
     """
     return {name: environ.pop(name) for name in LAUNCHER_VARIABLES if name in environ}
+
+
+_OF_DATALOADER = inspect.signature(ElasticTrainer.dataloader).parameters.keys() - {
+    "self", "dataset", "shards", "allow_other_length", "options",
+}  # fmt: skip
+"""Arguments of `ElasticTrainer.dataloader` that a program gives beside its own loader."""
+
+
+def take_data_options(options: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Remove, and return, the arguments for `ElasticTrainer.dataloader`."""
+    given = {name: options.pop(name) for name in [*options] if name in _OF_DATALOADER}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 _OPTIONS = inspect.signature(DataLoader).parameters.keys() - CHOSEN_BY_TRAINER - {"dataset", "shuffle"}
@@ -64,20 +78,6 @@ def is_divisible(loader: object, *samplers: type) -> TypeGuard[DataLoader[Any]]:
         type(batches) is BatchSampler
         and type(batches.sampler) in (SequentialSampler, *samplers)
         and len(batches.sampler) > 0  # type: ignore[arg-type]
-    )
-
-
-def samples_of(dataset: object, what: str) -> int:
-    """Return the length of a data set. For errors, `what` is where it is from."""
-    problem = "an IterableDataset"
-    if not isinstance(dataset, IterableDataset):
-        try:
-            return len(dataset)  # type: ignore[arg-type]
-        except TypeError:
-            problem = "which has no length"
-    raise DatasetError(
-        f"{what} has a {type(dataset).__name__}, {problem}: an elastic job needs a data set with __len__ and "
-        "__getitem__, so that any number of replicas can share it"
     )
 
 
@@ -174,8 +174,9 @@ class TrainingLoader(ReplacedLoader):
         way: str,
         begin: Callable[[Any], Iterator[Any]],  # gets this object; iterates over the batches of an epoch
         *,
-        order: dict[str, Any] | None = None,  # arguments that the program gives in place of a sampler
+        given: Mapping[str, Any],  # arguments for `ElasticTrainer.dataloader`
         batch_size: int | None = None,  # the initial batch size; None for that of the loader
+        limit: float = 1.0,  # batches of the loader in a pass: a number, or as a float a share
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise DatasetError(
@@ -183,7 +184,10 @@ class TrainingLoader(ReplacedLoader):
                 "replicas: pass a torch.utils.data.DataLoader"
             )
         super().__init__(loader)
-        self.samples = samples_of(loader.dataset, what)
+        self.samples: int | None = None
+        """In a pass; None for a stream without a length."""
+        with contextlib.suppress(TypeError):
+            self.samples = len(loader.dataset)  # type: ignore[arg-type]
         batch_size = batch_size or loader.batch_size
         if batch_size is None:
             raise DatasetError(
@@ -193,13 +197,47 @@ class TrainingLoader(ReplacedLoader):
             )
         self._begin = begin
         self.batch_size = batch_size
-        self.steps_per_epoch: float = self.samples / self.batch_size
-        """At the initial batch size; not always an integer."""
-        if order is None:
+        order: dict[str, Any] = {}
+        if is_stream(loader.dataset):
+            order = {"shuffle": False}  # Its own order, also that of its shards.
+        elif not given.keys() & {"order", "lengths"}:
             sampler = getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
-            order = order_of(sampler, self.samples, what, way.format("order"))
-        self.options = {**options_of(loader), **order}
+            order = order_of(sampler, self.samples or 0, what, way.format("order"))
+            if isinstance(sampler, WeightedRandomSampler):
+                self.samples = sampler.num_samples
+        self.options = {**options_of(loader), **order, **given}
         """Arguments for `ElasticTrainer.dataloader`."""
+        if limit != 1.0 or type(limit) is int:
+            self._limit(limit, what)
+
+    def _limit(self, limit: float, what: str) -> None:
+        """Let each pass have so many batches of the loader, the first ones of its order."""
+        if self.samples is None or is_stream(self.loader.dataset) or "lengths" in self.options:
+            raise DatasetError(
+                f"{what} has a stream, or lengths=, and limit_train_batches={limit}: pass max_steps in place "
+                "of limit_train_batches"
+            )
+        batches = limit if isinstance(limit, int) else int(limit * math.ceil(self.steps_per_epoch))
+        whole, self.samples = self.samples, min(self.samples, batches * self.batch_size)
+        if self.samples == 0:
+            raise DatasetError(f"{what} has no batches with limit_train_batches={limit}: it must be larger")
+        count, shuffle = self.samples, self.options.pop("shuffle", False)
+        given: OrderFunction | None = self.options.pop("order", None)
+
+        def order(number: int, seed: int) -> Any:
+            if given is not None:
+                return given(number, seed)[:count]
+            positions = numpy.arange(count)
+            return permute(positions, whole, seed) if shuffle else positions
+
+        self.options["order"] = order
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps at the initial batch size, not always an integer. Raises TypeError for a stream."""
+        if self.samples is None:
+            raise TypeError("the data set has no length")
+        return self.samples / self.batch_size
 
     def __len__(self) -> int:
         """Return the steps at the initial batch size in an epoch, rounded up."""

@@ -31,8 +31,16 @@ from accelerate.utils import (
 )
 
 from adascale_core.names import ENV_JOB_ID
-from adascale_frameworks.common import TrainingLoader, by_optimizer, evaluate, hide_launcher, refuse
-from adascale_worker.errors import WorkerError
+from adascale_frameworks.common import (
+    TrainingLoader,
+    by_optimizer,
+    evaluate,
+    hide_launcher,
+    order_of,
+    refuse,
+    take_data_options,
+)
+from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.trainer import ElasticTrainer
 
@@ -120,7 +128,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         batch_size, scale_invariant_steps, seed: of `ElasticTrainer`. A job file overrides them.
         options: of `Accelerator`, and of `ElasticTrainer`: `max_batch_size`, `local_bsz_bounds`,
             `train_samples`, `efficiency_target`, `checkpoint_dir`, `checkpoint_interval`,
-            `max_nonfinite_steps`, `single_replica_gain`, `max_gain`.
+            `max_nonfinite_steps`, `single_replica_gain`, `max_gain`; and of `ElasticTrainer.dataloader`, for
+            the training loaders: `order`, `lengths`, `allow_other_length`, and for a stream `map`,
+            `shuffle_buffer`, `exactly_once`.
 
     Attributes:
         trainer: the `ElasticTrainer`, for what Accelerate has no name for, such as `trainer.weighted` and
@@ -141,6 +151,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     ) -> None:
         of_trainer = inspect.signature(ElasticTrainer).parameters
         arguments = {name: options.pop(name) for name in [*options] if name in of_trainer}
+        self._data_options = take_data_options(options)
         options = dict(inspect.signature(Accelerator).bind(*args, **options).arguments)
         refuse_unsupported(options, os.environ)
         if is_initialized():
@@ -246,8 +257,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         loader = ElasticDataLoader(
             data_loader,
             "the DataLoader that accelerator.prepare() got",
-            "accelerator.trainer.dataloader(dataset, {}=...)",
+            "ElasticAccelerator({}=...)",
             self._begin_loop,
+            given=self._data_options,
         )
         place = self.device_placement if device_placement is None else device_placement
         loader.device = self.device if place else None
@@ -425,7 +437,14 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     def _evaluation_batches(self, loader: ElasticDataLoader) -> Iterator[Any]:
         self._enter()
-        if "order" in loader.options:
+        if loader.samples is None:
+            raise DatasetError(
+                "a loop over a prepared data loader of a stream began with the model in evaluation mode: the "
+                "replicas share the samples of an evaluation, so it needs a data set with __len__ and "
+                "__getitem__. To train on the stream, call model.train() before the loop"
+            )
+        sampler = getattr(loader.loader.batch_sampler, "sampler", None)
+        if "order" in order_of(sampler, loader.samples, "the loader", "the evaluation"):
             raise WorkerError(
                 "a prepared data loader with a WeightedRandomSampler cannot be used for evaluation, in which "
                 "each sample counts once: make the loader with shuffle=False"

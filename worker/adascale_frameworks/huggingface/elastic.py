@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DynamoBackend
+from accelerate.utils.other import is_repeated_blocks
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -23,10 +26,9 @@ from adascale_frameworks.common import (
     hide_launcher,
     is_divisible,
     refuse,
-    samples_of,
+    take_data_options,
 )
 from adascale_frameworks.huggingface.run import TrainingRun
-from adascale_worker.batches.order import OrderFunction
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.process import environment
 from adascale_worker.program.hyperparameters import Choice
@@ -44,9 +46,6 @@ _REFUSED = {
     "fsdp": _ONE_COPY,
     "parallelism_config": _ONE_COPY,
     "device_map over several devices": _ONE_COPY,
-    "fp16": "the scaler of accelerate is not a part of the state of training: use bf16=True",
-    "torch_compile": "compile the model before it is passed to the Trainer, model.compile(dynamic=True), "
-    "which compiles it once for all batch sizes",
     "auto_find_batch_size": 'pass elastic(trainer, max_batch_size=..., local_bsz_bounds=(4, "auto")), with '
     "which the local batch size is what fits into memory",
     "enable_jit_checkpoint": "a job that is stopped saves a checkpoint by itself: leave it out",
@@ -56,6 +55,14 @@ _REFUSED = {
     "evaluation, or a schedule in steps",
 }
 """What is not supported, by name, and what to do instead."""
+_GENERATING = {
+    f"{name}Trainer"
+    for name in (
+        *("A2PO", "AsyncDistillation", "AsyncGRPO", "Distillation", "GKD", "GOLD", "GRPO", "IWOPD"),
+        *("NashMD", "OnlineDPO", "PPO", "RLOO", "SDFT", "SDPO", "XPO"),
+    )
+}
+"""Trainers of TRL whose samples depend on the model that is trained."""
 
 _RESULT = "adascale_result"
 """The name of the result of a prediction step in a batch for the framework's loop."""
@@ -69,7 +76,7 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
 
     elastic: ElasticTrainer
     _elastic_run: TrainingRun
-    _elastic_order: OrderFunction | None
+    _elastic_data: dict[str, Any]
     _elastic_batch_size: int
     preprocess_logits_for_metrics: Any
 
@@ -93,23 +100,23 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> TrainingLoader:
         """Return the training data, which the replicas share out."""
-        run, order = self._elastic_run, self._elastic_order
+        compile_model(self)  # which `model_init` has made now, and accelerate prepares next
+        run, given = self._elastic_run, self._elastic_data
         source: Any = super().get_train_dataloader()
-        given: dict[str, Any] | None = None if order is None else {"order": order}
         sampler = getattr(source.batch_sampler, "sampler", None)
-        if order is None and isinstance(sampler, LengthGroupedSampler):
-            given = {"lengths": sampler.lengths}
+        if "order" not in given and isinstance(sampler, LengthGroupedSampler):
+            given = {"lengths": sampler.lengths, **given}
         run.data = data = TrainingLoader(
             source,
             "the training data",
             "elastic(trainer, {}=...)",
             run.iterate,
-            order=given,
+            given=given,
             batch_size=self._elastic_batch_size,
         )
         if getattr(source.worker_init_fn, "func", None) is seed_worker:
             del data.options["worker_init_fn"]  # The trainer seeds the workers, by the position in the data.
-        if data.samples != len(self.train_dataset):
+        if data.samples is not None and data.samples != len(self.train_dataset):
             raise WorkerError(
                 f"the training data has {data.samples} samples, but train_dataset has "
                 f"{len(self.train_dataset)}, from which the number of steps follows: pass the data that is "
@@ -128,7 +135,9 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         data, max_steps = self._elastic_run.data, self.elastic.scale_invariant_steps
         assert data is not None
         assert max_steps is not None
-        epochs = -int(-max_steps // data.steps_per_epoch)
+        epochs = sys.maxsize  # as many as there are steps for
+        if data.samples is not None and "order" not in data.options:
+            epochs = -int(-max_steps // data.steps_per_epoch)
         return (epochs, *values[1:-1], max_steps)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -302,12 +311,24 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         super()._load_best_model()
 
 
+def compile_model(trainer: Any) -> None:
+    """Compile the model in place as the arguments request, once for all batch sizes."""
+    plugin, model = trainer.accelerator.state.dynamo_plugin, trainer.model
+    if plugin.backend is DynamoBackend.NO:
+        return
+    options = {**plugin.to_kwargs(), "dynamic": True}
+    plugin.backend = DynamoBackend.NO  # Else accelerate would wrap the model.
+    lists = filter(is_repeated_blocks, model.modules() if plugin.use_regional_compilation else ())
+    for part in [block for blocks in lists for block in blocks] or [model]:
+        part.compile(**options)
+
+
 def results_loader(source: DataLoader[Any], results: list[dict[str, Any]]) -> DataLoader[Any]:
     """Return a loader of the results of a loader's batches, of the sizes of these batches."""
     batches: Any = source.batch_sampler
     size = batches.batch_size
     return DataLoader(
-        range(samples_of(source.dataset, "the evaluation")),  # type: ignore[arg-type]
+        range(len(source.dataset)),  # type: ignore[arg-type]
         batch_size=size,
         drop_last=batches.drop_last,
         collate_fn=lambda samples: {"sample": torch.tensor(samples), **results[samples[0] // size]},
@@ -329,7 +350,13 @@ class _MicroBatches:
 
 
 def require_supported(trainer: Any) -> None:
-    """Check the arguments of a trainer."""
+    """Check a trainer and its arguments."""
+    for kind in type(trainer).__mro__:
+        if kind.__name__ in _GENERATING:
+            raise WorkerError(
+                f"{kind.__name__} generates its samples with the model that it trains, which elastic() does "
+                "not divide among replicas: train it without elastic()"
+            )
     args = trainer.args
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     settings = {
@@ -368,7 +395,6 @@ def elastic(
     trainer: T,
     *,
     batch_size: int | None = None,
-    order: OrderFunction | None = None,
     hyperparameters: Choice = "checkpoint",
     **options: Any,
 ) -> T:
@@ -386,19 +412,20 @@ def elastic(
         trainer: before its `train` is called.
         batch_size: the initial batch size (B0), in samples. Default: that of a plain `Trainer` on one device,
             `per_device_train_batch_size * gradient_accumulation_steps`.
-        order: of `ElasticTrainer.dataloader`, in place of a sampler of the program's own.
         hyperparameters: of `ElasticTrainer.program_reentry`.
         options: other arguments of `ElasticTrainer`: `max_batch_size`, `local_bsz_bounds`,
             `efficiency_target`, `checkpoint_dir`, `checkpoint_interval`, `max_nonfinite_steps`,
             `single_replica_gain`, `max_gain`, and `train_samples`, in place of `max_steps` and
-            `num_train_epochs`.
+            `num_train_epochs`; of `ElasticTrainer.dataloader`: `order`, in place of a sampler of the
+            program's own, `lengths`, `allow_other_length`, and for a stream `map`, `shuffle_buffer`,
+            `exactly_once`.
 
     Returns:
         `trainer` itself.
 
     Raises:
         WorkerError: `trainer` is no `Trainer`, is elastic already, or has an argument that is not supported.
-        DatasetError: its training data is missing, or has no length.
+        DatasetError: its training data is missing.
         InvalidJobError: an argument is out of range.
         EnvironmentVariableError: an environment variable has an invalid value.
     """
@@ -414,6 +441,7 @@ def elastic(
             "elastic() got a Trainer without train_dataset, from which the number of steps follows: pass "
             "train_dataset to the Trainer"
         )
+    data = take_data_options(options)
     made, batch_size = _make_elastic_trainer(trainer, batch_size, options)
     _run_as_one_process(trainer)
     run = TrainingRun(trainer, made, hyperparameters)
@@ -422,7 +450,7 @@ def elastic(
     vars(trainer).update(
         elastic=made,
         _elastic_run=run,
-        _elastic_order=order,
+        _elastic_data=data,
         _elastic_batch_size=batch_size,
         callback_handler=run,
     )
@@ -439,8 +467,10 @@ def _make_elastic_trainer(
     job = environment.read_job_settings(os.environ)
     argument = own if batch_size is None else batch_size
     used = job.batch_size or argument
-    samples = samples_of(trainer.train_dataset, "the train_dataset of the Trainer")
-    steps = args.max_steps if args.max_steps > 0 else max(1, int(args.num_train_epochs * samples / used))
+    steps = args.max_steps
+    if steps <= 0:
+        # A Trainer without max_steps requires the length.
+        steps = max(1, int(args.num_train_epochs * len(trainer.train_dataset) / used))
     if ENV_AGENT_SOCKET in os.environ and torch.distributed.is_initialized():
         # `TrainingArguments` has initialized a group of this process alone, for a launcher in between.
         torch.distributed.destroy_process_group()

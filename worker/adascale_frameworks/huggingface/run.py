@@ -143,13 +143,19 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
                 "trainer makes the model data-parallel itself: leave out what wraps it"
             )
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        register: dict[str, Any] = {"huggingface": self}
+        if trainer.accelerator.scaler is not None:
+            register["scaler"] = trainer.accelerator.scaler
         state = self.elastic.program_reentry(
             trainer.model,
             optimizer,
             trainer.lr_scheduler,
-            register={"huggingface": self},
+            register=register,
             hyperparameters=self._hyperparameters,
         )
+        if "scaler" in register:
+            # With a scaler, the wrapper of accelerate calls a method that it has kept.
+            trainer.optimizer.__setstate__({})
         self.is_entered = True
         if state.restored:
             trainer.args.eval_on_start = False
@@ -218,7 +224,9 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
         """Set the whole steps at the initial batch size, at most as many as training has, and the epochs."""
         assert self.data is not None
         state.global_step = min(math.floor(self._progress), int(state.max_steps))
-        state.epoch = self._progress / self.data.steps_per_epoch
+        # As the framework does for data without a length, one epoch has all steps.
+        length = state.max_steps if self.data.samples is None else self.data.steps_per_epoch
+        state.epoch = self._progress / length
 
     def stop_if_requested(self, control: TrainerControl) -> None:
         """End training on all replicas, if a callback has requested it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from adascale_frameworks.common import ReplacedLoader
+from adascale_frameworks.common import ReplacedLoader, TrainingLoader
 from adascale_worker.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -78,11 +79,20 @@ def plain(value: Any) -> Any:
 class Counts:
     """The position in training, from which Lightning's counters are set."""
 
-    epoch_length: float  # steps at the initial batch size in an epoch: samples over the batch size
-    max_batches: int  # what Lightning takes for the number of batches in an epoch
+    epoch_length: float  # steps at the initial batch size in an epoch; infinity for a stream
+    max_batches: float  # what Lightning takes for the number of batches in an epoch
+    per_step: int = 1  # batches of the loader in a step at the initial batch size
     epoch: int = 0
+    begin: float = 0.0  # progress at the begin of the epoch
     before: float = 0.0  # progress before the last optimizer step
     after: float = 0.0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch, or go on with it."""
+        if epoch != self.epoch:
+            self.epoch, self.begin = epoch, self.after
+        if math.isfinite(self.epoch_length):
+            self.begin = epoch * self.epoch_length
 
     @property
     def ends_epoch(self) -> bool:
@@ -92,13 +102,13 @@ class Counts:
     @property
     def batch_index(self) -> int:
         """The number of the next batch in the epoch, from 0."""
-        return Count(self._in_epoch(self.after), self.before - self.epoch * self.epoch_length)
+        return Count(self._in_epoch(self.after), (self.before - self.begin) * self.per_step)
 
     @property
     def batches(self) -> int:
         """The batches of the epoch that are done. Their remainder is 0 if the step has crossed a multiple."""
-        done = self.max_batches if self.ends_epoch else self._in_epoch(self.after)
-        return Count(done, max(0.0, self.before - self.epoch * self.epoch_length))
+        done = int(self.max_batches) if self.ends_epoch else self._in_epoch(self.after)
+        return Count(done, max(0.0, (self.before - self.begin) * self.per_step))
 
     def logged_step(self, interval: int, before: float, after: float) -> int:
         """Return the number of the step that is logged, from 0: that of a crossed multiple of `interval`."""
@@ -106,8 +116,15 @@ class Counts:
         return (multiple if multiple > before else int(after)) - 1
 
     def _in_epoch(self, progress: float) -> int:
-        """Return the whole steps of the epoch, less than `max_batches`, which only the last step reaches."""
-        return max(0, min(int(progress - self.epoch * self.epoch_length), self.max_batches - 1))
+        """Return the whole batches of the epoch, less than `max_batches`, which only the last one reaches."""
+        return int(max(0.0, min((progress - self.begin) * self.per_step, self.max_batches - 1)))
+
+
+class TrainingBatches(TrainingLoader):
+    """Has a length also for a stream: Lightning would request a batch too early to find its end."""
+
+    def __len__(self) -> int:
+        return sys.maxsize if self.samples is None else super().__len__()
 
 
 class EvaluationLoader(ReplacedLoader):
@@ -160,7 +177,12 @@ class ElasticTrainingLoop(TrainingEpochLoop):
     def run(self, data_fetcher: Any) -> None:
         """Run the epoch, and leave the loop of the elastic trainer."""
         super().run(data_fetcher)
-        self._elastic_strategy.leave_epoch()
+        strategy = self._elastic_strategy
+        if strategy.ends_with_data(is_read=data_fetcher.done):
+            # Lightning would know of the last batch, because it reads ahead.
+            self.batch_progress.is_last_batch = True
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        strategy.leave_epoch()
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the state, after Lightning's counters of optimizer steps were set from progress."""

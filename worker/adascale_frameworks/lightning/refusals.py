@@ -18,17 +18,14 @@ _REFUSED = {
     "out",
     "num_nodes": "a replica is one process, and adascale starts the replicas, on one machine or on a "
     "cluster. Leave num_nodes out",
-    "accumulate_grad_batches": "the trainer accumulates gradients by itself: leave it out, and multiply the "
-    "batch_size of the train dataloader by it, because that is the batch size the learning rate was tuned "
-    "for",
-    "limit_train_batches": f"{_SUBSET}, or max_steps",
+    "fast_dev_run": "one step needs no replicas: leave out the strategy, or pass max_steps",
     "overfit_batches": _SUBSET,
     "reload_dataloaders_every_n_epochs": "a job trains on one data set: leave it out",
     "sync_batchnorm": "BatchNorm normalizes by the batch of its replica; convert the module yourself with "
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm, on GPUs",
 }
 """Arguments of a Trainer that are not supported, and what to do instead."""
-_UNSET = dict.fromkeys(("devices", "num_nodes", "accumulate_grad_batches", "limit_train_batches"), 1)
+_UNSET = dict.fromkeys(("devices", "num_nodes"), 1)
 _REFUSED_CALLBACKS = {
     "GradientAccumulationScheduler": "the trainer accumulates by itself, as max_batch_size allows",
     "LearningRateFinder": "find the learning rate in a program of its own, at the initial batch size",
@@ -40,10 +37,6 @@ def require_supported(trainer: Any, strategy: Any) -> None:
     """Check the settings of a Trainer, its callbacks and its module before `fit`."""
     settings = {name: getattr(trainer, name, None) for name in _REFUSED}
     settings["devices"] = len(strategy.parallel_devices) if strategy.is_on_cpu else 1
-    if trainer.fast_dev_run:
-        settings["limit_train_batches"] = 1
-    elif not trainer.limit_train_batches:
-        settings["limit_train_batches"] = "0"  # A setting of 0 is one that is not used.
     used: dict[str, Any] = {name: value for name, value in settings.items() if value != _UNSET.get(name)}
     used["sync_batchnorm"] = strategy._layer_sync is not None
     refuse(f"in a Trainer {_WHERE}", used, _REFUSED)

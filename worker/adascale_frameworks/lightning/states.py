@@ -25,6 +25,8 @@ class LightningStates:
         self._has_begun = False
         self._is_checked = False
         self._restored: dict[str, Any] = {}
+        self.epoch_begin = 0.0
+        """Progress at the begin of the present epoch."""
 
     def begin(self) -> None:
         """Call hooks from now on. Before the first batch, what they save may not have been made."""
@@ -46,12 +48,14 @@ class LightningStates:
             _require_supported(checkpoint)
         return {
             "checkpoint": checkpoint,
+            "epoch_begin": self.epoch_begin,
             "versions": [each.version if hasattr(each, _VERSION) else None for each in trainer.loggers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the states. A callback that had none is left as it is."""
         trainer, checkpoint = self._trainer, dict(state["checkpoint"])
+        self.epoch_begin = state.get("epoch_begin", 0.0)
         for logger, version in zip(trainer.loggers, state["versions"], strict=False):
             if version is not None and hasattr(logger, _VERSION):
                 setattr(logger, _VERSION, version)

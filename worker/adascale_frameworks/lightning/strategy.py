@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from adascale_frameworks.common import (
     by_optimizer,
     evaluate,
     is_divisible,
+    take_data_options,
 )
 from adascale_frameworks.lightning.loops import (
     Count,
@@ -30,6 +32,7 @@ from adascale_frameworks.lightning.loops import (
     ElasticEvaluationLoop,
     ElasticTrainingLoop,
     EvaluationLoader,
+    TrainingBatches,
     logged_sums,
     make_elastic,
     plain,
@@ -43,7 +46,6 @@ from adascale_frameworks.lightning.refusals import (
     split_schedulers,
 )
 from adascale_frameworks.lightning.states import LightningStates
-from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.trainer import ElasticTrainer, ReentryState
 
@@ -103,22 +105,23 @@ class ElasticStrategy(Strategy):
         trainer = Trainer(max_steps=10_000, strategy=ElasticStrategy(max_batch_size=512))
         trainer.fit(module, datamodule)
 
-    The initial batch size (B0) is that of the train dataloader, and `max_steps`, `max_epochs`, `global_step`,
-    schedules and intervals count steps at it. A job file overrides the batch sizes and `max_steps`.
+    The initial batch size (B0) is that of the train dataloader, times `accumulate_grad_batches`. `max_steps`,
+    `max_epochs`, `global_step`, schedules and intervals count steps at it. A job file overrides the batch
+    sizes and `max_steps`.
 
     Args:
         max_batch_size: upper bound of the global batch size, in samples. None: not bounded.
         local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples; the upper one may be
             "auto". None: not bounded.
-        batch_size: the initial batch size. None: that of the train dataloader.
+        batch_size: the initial batch size. None: that of the train dataloader, times
+            `accumulate_grad_batches`.
         checkpoint_dir: folder or URL of the checkpoints from which the job resumes. None: nothing is saved
             besides what Lightning's callbacks save.
-        order: a function of the number of a pass and a seed that returns the order of samples, in place of a
-            sampler.
-        lengths: the length of each sample, for batches of samples of similar length.
         package: the package of the Trainer, if the program imports both.
         options: other arguments of `ElasticTrainer`, such as `seed` or `checkpoint_interval`; `train_samples`
-            is used in place of `max_steps` and `max_epochs`.
+            is used in place of `max_steps` and `max_epochs`. And of `ElasticTrainer.dataloader`: `order`, in
+            place of a sampler, `lengths`, `allow_other_length`, and for a stream `map`, `shuffle_buffer`,
+            `exactly_once`.
 
     Raises:
         WorkerError: Lightning is not installed, or both of its packages are imported and none is named.
@@ -140,8 +143,6 @@ class ElasticStrategy(Strategy):
         *,
         batch_size: int | None = None,
         checkpoint_dir: str | Path | None = None,
-        order: OrderFunction | None = None,
-        lengths: Lengths | None = None,
         package: Package | None = None,
         **options: Any,
     ) -> None:
@@ -150,8 +151,7 @@ class ElasticStrategy(Strategy):
         bounds = {"max_batch_size": max_batch_size, "local_bsz_bounds": local_bsz_bounds}
         self._batch_size = batch_size
         self._options: dict[str, Any] = {**bounds, "checkpoint_dir": checkpoint_dir, **options}
-        given = {"order": order, "lengths": lengths}
-        self._data_options = {name: value for name, value in given.items() if value is not None}
+        self._data_options = take_data_options(self._options)
         environments = import_module(f"{self.package}.plugins.environments")
         self.cluster_environment = environments.LightningEnvironment()
         self._rank_zero_only = import_module(f"{self.package}.utilities.rank_zero").rank_zero_only
@@ -161,6 +161,10 @@ class ElasticStrategy(Strategy):
         self._run: ElasticRun
         self._loaders: list[TrainingLoader] = []
         self._counts = Counts(1.0, 1)
+        self._limit: float = 1.0
+        """`limit_train_batches` of the Trainer."""
+        self._accumulation = 1
+        """Its `accumulate_grad_batches`."""
         self._epoch_to_end: int | None = None
         self._steps_at_batch = 0
         self._has_written = False
@@ -223,6 +227,9 @@ class ElasticStrategy(Strategy):
         self._trainer = trainer = self.lightning_module.trainer
         # The trainer's own loader shares out the samples.
         trainer._accelerator_connector.use_distributed_sampler = False
+        if trainer.state.fn == _FITTING and self._elastic is None:
+            # Before the hooks of the program, which may load the data.
+            self._limit, trainer.limit_train_batches = trainer.limit_train_batches, 1.0
         if trainer.state.fn != _FITTING or self._elastic is not None:
             super().setup_environment()
 
@@ -238,6 +245,7 @@ class ElasticStrategy(Strategy):
                 "the second module in a program of its own"
             )
         require_supported(trainer, self)
+        self._accumulation = trainer.accumulate_grad_batches
         trainer.fit_loop.setup_data()
         if len(self._loaders) != 1:
             raise DatasetError(
@@ -252,19 +260,25 @@ class ElasticStrategy(Strategy):
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             make_elastic(loop, ElasticEvaluationLoop, self)
         super().setup(trainer)
+        trainer.accumulate_grad_batches = 1  # The trainer accumulates itself.
         require_optimizers(self.optimizers, trainer)
         self._follow(trainer, elastic, self._enter(trainer, elastic))
 
     def _make_elastic_trainer(self, trainer: Any, loader: TrainingLoader) -> ElasticTrainer:
         fit = trainer.fit_loop
-        batch_size = self._batch_size or loader.batch_size
+        batch_size = self._batch_size or loader.batch_size * self._accumulation
         steps = None if fit.max_steps == -1 else fit.max_steps
         epochs = None if fit.max_epochs in (None, -1) else fit.max_epochs
         if self._options.get("train_samples") is not None:
             steps = epochs = None
+        elif loader.samples is None and (steps is None or epochs is not None):
+            raise WorkerError(
+                "the data set of the train dataloader has no length: pass max_steps to the Trainer, without "
+                "max_epochs"
+            )
         if steps is not None and epochs is not None:
             # What ends earlier.
-            is_earlier = steps <= epochs * loader.samples / batch_size
+            is_earlier = steps <= epochs * (loader.samples or 0) / batch_size
             steps, epochs = (steps, None) if is_earlier else (None, epochs)
         return ElasticTrainer(
             batch_size,
@@ -278,6 +292,13 @@ class ElasticStrategy(Strategy):
         """Make the module data-parallel, and restore the state of training."""
         module = trainer.lightning_module
         following, others = split_schedulers(self.lr_scheduler_configs, module)
+        if self._loaders[0].samples is None:
+            trainer.fit_loop.max_batches = math.inf
+            if trainer.enable_validation and isinstance(getattr(trainer, "val_check_interval", None), float):
+                raise WorkerError(
+                    "the data set of the train dataloader has no length, and validation follows each epoch: "
+                    "pass val_check_interval=n to the Trainer, in batches"
+                )
         self._states = LightningStates(trainer)
         register: dict[str, Any] = {"lightning": self._states, **others}
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -297,8 +318,16 @@ class ElasticStrategy(Strategy):
     def _follow(self, trainer: Any, elastic: ElasticTrainer, state: ReentryState) -> None:
         """Set Lightning's limits and counters, after the state was restored."""
         fit = trainer.fit_loop
-        length = self._loaders[0].samples / elastic.batch_size
-        self._counts = Counts(length, int(fit.max_batches), state.epoch, state.progress, state.progress)
+        samples, size = self._loaders[0].samples, elastic.batch_size
+        self._counts = Counts(
+            math.inf if samples is None else samples / size,
+            fit.max_batches,
+            size // self._loaders[0].batch_size if size % self._loaders[0].batch_size == 0 else 1,
+            state.epoch,
+            self._states.epoch_begin,
+            state.progress,
+            state.progress,
+        )
         if elastic.scale_invariant_steps is not None:
             fit.epoch_loop.max_steps, fit.max_epochs = elastic.scale_invariant_steps, -1
         if state.restored:
@@ -322,12 +351,13 @@ class ElasticStrategy(Strategy):
         """Replace a loader, for training or for evaluation."""
         trainer = self._trainer
         if trainer.state.fn == _FITTING and trainer.training and not trainer.sanity_checking:
-            loader = TrainingLoader(
+            loader = TrainingBatches(
                 dataloader,
                 "the train dataloader of Trainer.fit",
                 "ElasticStrategy({}=...)",
                 self._deliver,
-                order=self._data_options or None,
+                given=self._data_options,
+                limit=self._limit,
             )
             self._loaders.append(loader)
             return loader
@@ -338,7 +368,9 @@ class ElasticStrategy(Strategy):
     def _deliver(self, loader: TrainingLoader) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the present epoch."""
         self.end_epoch()
-        self._epoch_to_end = self._counts.epoch = self._trainer.current_epoch
+        self._epoch_to_end = epoch = self._trainer.current_epoch
+        self._counts.begin_epoch(epoch)
+        self._states.epoch_begin = self._counts.begin
         yield from self._run.deliver(loader, self._begin_batch)
 
     def _begin_batch(self) -> None:
@@ -352,9 +384,11 @@ class ElasticStrategy(Strategy):
             self._run.report(trainer.callback_metrics)
         self._steps_at_batch = elastic.steps
         counts.after = elastic.progress
+        if math.isinf(counts.epoch_length):
+            counts.begin = self._states.epoch_begin  # that of all replicas
         self._set_rank()
         _count(loop.batch_progress.current, counts.batch_index)
-        _count(loop.batch_progress.total, int(counts.after))
+        _count(loop.batch_progress.total, int(counts.after * counts.per_step))
         if not self._automatic and not elastic.completes_step:
             # No multiple: Lightning logs after each call of `training_step` with manual optimization.
             loop._batches_that_stepped = int(counts.after) - 0.5
@@ -373,8 +407,14 @@ class ElasticStrategy(Strategy):
             trainer.log_every_n_steps, counts.before, counts.after
         )
         loop.batch_progress.current.ready = counts.batches
-        loop.batch_progress.total.ready = Count(counts.after, counts.before)
+        loop.batch_progress.total.ready = Count(
+            counts.after * counts.per_step, counts.before * counts.per_step
+        )
         loop.batch_progress.is_last_batch = counts.ends_epoch
+
+    def ends_with_data(self, *, is_read: bool) -> bool:
+        """Whether an epoch has ended with its data, which is a stream that is read."""
+        return is_read and math.isinf(self._counts.epoch_length) and not self.elastic_trainer.finished
 
     @property
     def awaits_micro_batches(self) -> bool:
@@ -393,7 +433,7 @@ class ElasticStrategy(Strategy):
         """Run `training_step` of the module as the forward pass of a data-parallel model."""
         if not self._automatic and len(args) > 1:
             counts = self._counts
-            steps = self._steps_at_batch - counts.epoch * counts.epoch_length
+            steps = self._steps_at_batch - counts.begin
             args = (args[0], Count(args[1], steps=steps), *args[2:])
         self._is_in_step = True
         try:
