@@ -403,6 +403,38 @@ class Fails(TrainerCallback):  # type: ignore[misc]
             raise RuntimeError("this program fails on purpose")
 
 
+class Stops(TrainerCallback):  # type: ignore[misc]
+    """Ends training after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 7
+
+
+@pytest.mark.usefixtures("durable_checkpoints")
+def test_a_job_without_a_state_begins_with_the_folder_of_a_plain_trainer(
+    make_elastic: MakeElastic, tmp_path: Path
+) -> None:
+    def make(folder: str, *callbacks: TrainerCallback, **options: Any) -> Any:
+        chosen = sequential(tmp_path / folder, max_steps=12, **options)
+        return Trainer(language_model(), chosen, train_dataset=Texts(48), callbacks=[*callbacks])
+
+    whole = make("whole")
+    whole.train()
+    make("parts", Stops(), save_strategy="steps", save_steps=7).train()
+    job = {"checkpoint_dir": tmp_path / "state", "checkpoint_interval": 0.0}
+    failing = make_elastic(make("parts", Fails(10), calls := Calls()), **job)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        failing.train(resume_from_checkpoint=True)
+    failing.elastic.close()
+    assert calls.of("begin")[0] == 7
+    resumed = make_elastic(make("parts", calls := Calls()), **job)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-7"))
+    assert calls.of("begin") == [*range(calls.of("begin")[0], 12)]
+    assert calls.of("begin")[0] >= 9, "the state of the job is later"
+    require_equal(weights_of(whole.model), weights_of(resumed.model))
+    assert (resumed.elastic.steps, resumed.state.global_step, resumed.state.epoch) == (12, 12, 2.0)
+
+
 class Counter(TrainerCallback):  # type: ignore[misc]
     """A callback with a state of its own."""
 
@@ -620,8 +652,6 @@ def test_wrong_uses_are_refused(make_elastic: MakeElastic, tmp_path: Path) -> No
     made = make_elastic(trainer)
     with pytest.raises(WorkerError, match="elastic already"):
         make_elastic(made)
-    with pytest.raises(WorkerError, match=r"resume_from_checkpoint='a'.* by itself .* from_pretrained"):
-        made.train(resume_from_checkpoint="a")
     with pytest.raises(WorkerError, match="hyperparameter_search"):
         made.train(None, {"lr": 1.0})
     made.train()

@@ -129,9 +129,10 @@ def test_a_step_of_a_larger_batch_calls_callbacks_for_each_of_its_steps(tmp_path
 
 
 @pytest.mark.slow
-def test_replicas_join_leave_and_are_killed(make_job: MakeMembers) -> None:
+@pytest.mark.parametrize("data", [{}, {"STREAM": 1}], ids=["data set", "stream"])
+def test_replicas_join_leave_and_are_killed(make_job: MakeMembers, data: dict[str, int]) -> None:
     options = {"max_steps": 80, "learning_rate": 0.003, "logging_steps": 5, "warmup_steps": 4, **BEST}
-    job = make_job(ARGUMENTS=json.dumps(options), ELASTIC=ELASTIC, STEP_SECONDS=0.03)
+    job = make_job(ARGUMENTS=json.dumps(options), ELASTIC=ELASTIC, STEP_SECONDS=0.03, **data)
     first, lost, spare = job.start(3)
     job.activate([first])
     job.wait_step(3)

@@ -25,12 +25,16 @@ ELASTIC = json.dumps({"max_batch_size": 24, "local_bsz_bounds": [2, 8]})
         pytest.param("automatic", "pytorch_lightning", marks=pytest.mark.release),
         pytest.param("manual", "lightning.pytorch", marks=pytest.mark.release),
         ("several", "pytorch_lightning"),
+        ("stream", "lightning.pytorch"),
     ],
 )
 def test_no_step_and_no_sample_is_lost_when_replicas_join_leave_and_are_killed(
     make_members: Callable[..., Members], mode: str, package: str
 ) -> None:
-    trainer = json.dumps({"max_epochs": 30, "val_check_interval": 0.5})
+    options: dict[str, Any] = {"max_epochs": 30, "val_check_interval": 0.5}
+    if mode == "stream":
+        options = {"max_steps": 180, "val_check_interval": 4, "check_val_every_n_epoch": None}
+    trainer = json.dumps(options)
     job = make_members(
         PROGRAM=PROGRAM, STRATEGY=ELASTIC, TRAINER=trainer, STEP_SECONDS=0.01, MODE=mode, PACKAGE=package
     )
@@ -46,6 +50,10 @@ def test_no_step_and_no_sample_is_lost_when_replicas_join_leave_and_are_killed(
     assert len(job.finish()) == 1
     job.require_complete_stream()
     assert {record["replicas"] for record in job.records()} == {1, 2}
+    indices: dict[int, set[int]] = {}
+    for record in job.records():
+        indices.setdefault(record["step"], set()).add(record["batch_idx"])
+    assert all(len(each) == 1 for each in indices.values()), "the same on all replicas"
     require_counts_of_progress(job)
     (log,) = job.folder.rglob("metrics.csv")  # which the second rank 0 continues
     with log.open() as file:

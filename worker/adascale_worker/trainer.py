@@ -504,6 +504,7 @@ class ElasticTrainer:
         *,
         register: Mapping[str, Stateful] | None = None,
         hyperparameters: Choice = "checkpoint",
+        begin_at: tuple[int, int] = (0, 0),
     ) -> ReentryState:
         """Make the program's model, optimizer and scheduler elastic, and restore the state of training.
 
@@ -526,6 +527,8 @@ class ElasticTrainer:
                 scheduler's (lr, momentum, weight_decay, step_size, ...) since the checkpoint was saved: those
                 of the "checkpoint" or of the "program". Differences are printed. The position in a schedule
                 is the checkpoint's.
+            begin_at: where a job begins that has no state yet: the epoch, and the scale-invariant steps that
+                another run has made, whose weights, optimizer and scheduler the program has loaded.
 
         Returns:
             Where to resume training.
@@ -550,6 +553,13 @@ class ElasticTrainer:
         allows_shards = self._replica.group.has_mesh
         parts = program_parts(model, optimizer, lr_scheduler, allows_shards=allows_shards)
         check_optimizer_parameters(parts.model, parts, self.replicas)
+        place: Sequence[Any] = begin_at
+        if len(place) != 2 or any(type(each) is not int or each < 0 for each in place):
+            raise WorkerError(
+                f"program_reentry got begin_at={begin_at!r}: it must be (epoch, steps), two integers of at "
+                "least 0"
+            )
+        self._replica.progress.begin_at(*begin_at, self.batch_size)
         self._made = training = Training(self._replica, parts, dict(register or {}), hyperparameters)
         training.enter()
         arguments = self._replica.job.arguments

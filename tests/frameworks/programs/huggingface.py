@@ -2,15 +2,18 @@
 
 Environment: JOURNAL, the folder of the records; OUTPUT, that of the Trainer; REPLICA, a name for its file;
 ARGUMENTS, of TrainingArguments, and ELASTIC, of elastic(), as JSON; STEP_SECONDS, the minimum duration of a
-step; COUNT, the samples; STOPS, the replicas that request the end of training at the step STOP_AT.
+step; COUNT, the samples; STREAM, whether they are a stream; STOPS, the replicas that request the end of
+training at the step STOP_AT.
 """
 
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, TrainerCallback
 
 from adascale.huggingface import elastic
@@ -25,6 +28,13 @@ calls = (folder / f"calls-{replica}-{os.getpid()}").open("w", buffering=1)
 options = json.loads(os.environ.get("ARGUMENTS", "{}"))
 dataset = Texts(int(os.environ.get("COUNT", "48")), padded=True)
 held_out = Texts(20, padded=True)
+
+
+class Numbers(IterableDataset[int]):
+    """The samples by number, which each replica reads; `map` gets those of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(len(dataset))
 
 
 class Journal(TrainerCallback):  # type: ignore[misc]
@@ -92,17 +102,20 @@ if "STOPS" in os.environ:
     callbacks.append(Stops())
 if options.get("metric_for_best_model"):
     callbacks.append(EarlyStoppingCallback(early_stopping_patience=3))
+elastic_options = json.loads(os.environ.get("ELASTIC", "{}"))
+if "STREAM" in os.environ:
+    elastic_options["map"] = dataset.__getitem__
 trainer: Any = elastic(
     Trainer(
         language_model(),
         arguments(Path(os.environ["OUTPUT"]), **options),
-        train_dataset=dataset,
+        train_dataset=Numbers() if "STREAM" in os.environ else dataset,
         eval_dataset=held_out,
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),
         callbacks=callbacks,
     ),
-    **json.loads(os.environ.get("ELASTIC", "{}")),
+    **elastic_options,
 )
 output = trainer.train()
 metrics = trainer.evaluate()

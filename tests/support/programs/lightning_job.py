@@ -2,9 +2,9 @@
 
 Environment: JOURNAL, the folder of the records; REPLICA, a name for its file; STRATEGY, arguments of
 ElasticStrategy as JSON; TRAINER, arguments of Trainer as JSON; PACKAGE, of Lightning; STEP_SECONDS, the
-minimum duration of a step; MODE, "automatic" or "manual" optimization, or "several" optimizers; STOP_BELOW, a
-loss of validation below which EarlyStopping ends training; STOP_AT, a step after which rank 0 alone requests
-the end, as the callback Timer may.
+minimum duration of a step; MODE, "automatic" or "manual" optimization, "several" optimizers, or "stream",
+automatic optimization on data without a length; STOP_BELOW, a loss of validation below which EarlyStopping
+ends training; STOP_AT, a step after which rank 0 alone requests the end, as the callback Timer may.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from adascale.lightning import ElasticStrategy
 from support.records import digest
@@ -33,7 +34,16 @@ SAMPLES = 48
 folder = Path(os.environ["JOURNAL"])
 folder.mkdir(parents=True, exist_ok=True)
 mode = os.environ.get("MODE", "automatic")
+is_automatic = mode in ("automatic", "stream")
 name = f"{os.environ.get('REPLICA', '0')}-{os.getpid()}"
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(self.samples.__getitem__, range(SAMPLES))
 
 
 class Data(pl.LightningDataModule):  # type: ignore[misc]
@@ -43,6 +53,8 @@ class Data(pl.LightningDataModule):  # type: ignore[misc]
         self.samples = TensorDataset(torch.arange(SAMPLES), features, features.sum(1, keepdim=True).tanh())
 
     def train_dataloader(self) -> DataLoader[Any]:
+        if mode == "stream":
+            return DataLoader(Stream(self.samples), batch_size=BATCH_SIZE)
         return DataLoader(self.samples, batch_size=BATCH_SIZE, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -60,7 +72,7 @@ class Module(pl.LightningModule):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = mode == "automatic"
+        self.automatic_optimization = is_automatic
         torch.manual_seed(2)
         self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
         self.head = nn.Linear(16, 1)
@@ -76,7 +88,7 @@ class Module(pl.LightningModule):  # type: ignore[misc]
         loss = nn.functional.mse_loss(self(x), y)
         self.loss = float(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        if mode == "automatic":
+        if is_automatic:
             return loss
         optimizers = self.optimizers() if mode == "several" else [self.optimizers()]
         for number, optimizer in enumerate(optimizers):

@@ -85,17 +85,19 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args_: Any, **kwargs: Any) -> Any:
         """Train, or go on with training where the other replicas or the job's last checkpoint are.
 
-        The arguments and the result are those of `Trainer.train`.
+        The arguments and the result are those of `Trainer.train`. A job without any state begins with that of
+        `resume_from_checkpoint`, a folder of a Trainer.
         """
         require_supported(self)
-        require_trainable(self._elastic_run, resume_from_checkpoint, trial)
-        args = self.args
-        before = args.gradient_accumulation_steps, args.eval_on_start
-        args.gradient_accumulation_steps = 1  # The loop makes a step of each micro-batch.
+        require_trainable(self._elastic_run, trial)
+        args, self._elastic_run.resumes = self.args, bool(resume_from_checkpoint)
+        before = args.gradient_accumulation_steps, args.eval_on_start, args.ignore_data_skip
+        # The loop makes a step of each micro-batch, and the elastic trainer knows the place in the data.
+        args.gradient_accumulation_steps, args.ignore_data_skip = 1, True
         try:
-            output = super().train(None, None, *args_, **kwargs)
+            output = super().train(resume_from_checkpoint or None, None, *args_, **kwargs)
         finally:
-            args.gradient_accumulation_steps, args.eval_on_start = before
+            args.gradient_accumulation_steps, args.eval_on_start, args.ignore_data_skip = before
         return output._replace(training_loss=self._elastic_run.losses.mean("total"))
 
     def get_train_dataloader(self) -> TrainingLoader:
@@ -136,7 +138,8 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         assert data is not None
         assert max_steps is not None
         epochs = sys.maxsize  # as many as there are steps for
-        if data.samples is not None and "order" not in data.options:
+        # A folder of a Trainer, which is loaded next, may be later than the state of the job.
+        if data.samples is not None and not ("order" in data.options or self._elastic_run.resumes):
             epochs = -int(-max_steps // data.steps_per_epoch)
         return (epochs, *values[1:-1], max_steps)
 
@@ -370,16 +373,8 @@ def require_supported(trainer: Any) -> None:
     refuse("in TrainingArguments with elastic()", settings, _REFUSED)
 
 
-def require_trainable(run: TrainingRun, resume_from_checkpoint: Any, trial: Any) -> None:
+def require_trainable(run: TrainingRun, trial: Any) -> None:
     """Check the arguments of `train`."""
-    if resume_from_checkpoint:
-        raise WorkerError(
-            f"train() got resume_from_checkpoint={resume_from_checkpoint!r}, but an elastic job continues by "
-            "itself from its own checkpoints, which have the state of all replicas: leave it out, and keep "
-            "the checkpoint folder of the job (checkpoint_dir=...; adascale run and a cluster set it). To "
-            "begin a new training with the weights of a checkpoint of the Trainer, load the model from its "
-            "folder with from_pretrained"
-        )
     if trial is not None:
         raise WorkerError(
             "elastic() does not support hyperparameter_search: make a Trainer and a job for each trial"

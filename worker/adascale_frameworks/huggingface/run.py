@@ -127,6 +127,8 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
         """Whether the replicas have exchanged the state of training."""
         self.is_inside_step = False
         """Whether the last micro-batch has not completed its step."""
+        self.resumes = False
+        """Whether the framework loads a folder of a Trainer, before the state of the job."""
         self._progress = 0.0
         self._was_main: bool | None = None
         self._tokens = 0
@@ -152,6 +154,7 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
             trainer.lr_scheduler,
             register=register,
             hyperparameters=self._hyperparameters,
+            begin_at=self._begin_at(),
         )
         if "scaler" in register:
             # With a scaler, the wrapper of accelerate calls a method that it has kept.
@@ -162,6 +165,12 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
         self._progress = self.elastic.progress
         self._tokens = trainer.state.num_input_tokens_seen
         self.follow_rank()
+
+    def _begin_at(self) -> tuple[int, int]:
+        """Return the epoch and the steps of the folder that the framework has loaded."""
+        steps, data = self._trainer.state.global_step, self.data
+        assert data is not None
+        return (0 if data.samples is None else int(steps / data.steps_per_epoch)), steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the trainer and its callbacks, without what belongs to this replica.

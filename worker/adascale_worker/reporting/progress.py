@@ -34,6 +34,10 @@ class TrainingProgress:
     # whether a step adds its scale to the progress, and not its gain, because the job has `train_samples`
     counts_samples: bool = False
 
+    def begin_at(self, epoch: int, steps: int, batch_size: int) -> None:
+        """Begin where another run has ended."""
+        self.epoch, self.step, self.progress, self.consumed = epoch, steps, float(steps), steps * batch_size
+
     def advance(self, gain: float, samples: int, batch_size: int) -> None:
         """Count one optimizer step."""
         self.step += 1
