@@ -649,9 +649,12 @@ def test_wrong_uses_are_refused(make_elastic: MakeElastic, tmp_path: Path) -> No
         make_elastic(trainer, max_gain=0)
     with pytest.raises(InvalidBoundsError, match="max_batch_size 4 is less than batch_size 8"):
         make_elastic(trainer, max_batch_size=4)
+    another = make_elastic(Trainer(language_model(), arguments(tmp_path), train_dataset=Texts(48)))
     made = make_elastic(trainer)
     with pytest.raises(WorkerError, match="elastic already"):
         make_elastic(made)
+    with pytest.raises(WorkerError, match=r"resume_from_checkpoint='a', .* trainer_state\.json"):
+        another.train(resume_from_checkpoint="a")
     with pytest.raises(WorkerError, match="hyperparameter_search"):
         made.train(None, {"lr": 1.0})
     made.train()

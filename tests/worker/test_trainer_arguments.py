@@ -244,7 +244,7 @@ def test_optimizers_without_a_measured_rule_are_refused_by_name_also_beside_anot
         make_trainer(**FIXED).program_reentry({"all": nn.Sequential(matrix, rest)}, others)
 
 
-@pytest.mark.parametrize("begin_at", [(0, -1), (True, 3), (1, 2.0), (3,)])
+@pytest.mark.parametrize("begin_at", [(0, -1), (True, 3), (1, 2.0), (3,), 5])
 def test_a_begin_that_is_no_place_is_an_error(make_trainer: MakeTrainer, begin_at: Any) -> None:
     model = network()
     with pytest.raises(WorkerError, match=r"begin_at=.*: it must be \(epoch, steps\)"):

@@ -175,7 +175,7 @@ class TrainingLoader(ReplacedLoader):
         begin: Callable[[Any], Iterator[Any]],  # gets this object; iterates over the batches of an epoch
         *,
         given: Mapping[str, Any],  # arguments for `ElasticTrainer.dataloader`
-        batch_size: int | None = None,  # the initial batch size; None for that of the loader
+        batch_size: int | None = None,  # that steps are counted in; None for that of the loader
         limit: float = 1.0,  # batches of the loader in a pass: a number, or as a float a share
     ) -> None:
         if not isinstance(loader, DataLoader):
@@ -234,13 +234,13 @@ class TrainingLoader(ReplacedLoader):
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps at the initial batch size, not always an integer. Raises TypeError for a stream."""
+        """Batches of `batch_size` in a pass, not always an integer. Raises TypeError for a stream."""
         if self.samples is None:
             raise TypeError("the data set has no length")
         return self.samples / self.batch_size
 
     def __len__(self) -> int:
-        """Return the steps at the initial batch size in an epoch, rounded up."""
+        """Return the batches of `batch_size` in a pass, rounded up."""
         return max(1, math.ceil(self.steps_per_epoch))
 
     def __iter__(self) -> Iterator[Any]:

@@ -553,8 +553,9 @@ class ElasticTrainer:
         allows_shards = self._replica.group.has_mesh
         parts = program_parts(model, optimizer, lr_scheduler, allows_shards=allows_shards)
         check_optimizer_parameters(parts.model, parts, self.replicas)
-        place: Sequence[Any] = begin_at
-        if len(place) != 2 or any(type(each) is not int or each < 0 for each in place):
+        place: Any = begin_at
+        is_pair = isinstance(place, tuple | list) and len(place) == 2
+        if not is_pair or any(type(each) is not int or each < 0 for each in place):
             raise WorkerError(
                 f"program_reentry got begin_at={begin_at!r}: it must be (epoch, steps), two integers of at "
                 "least 0"

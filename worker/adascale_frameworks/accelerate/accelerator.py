@@ -29,6 +29,7 @@ from accelerate.utils import (
     recursively_apply,
     send_to_device,
 )
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from adascale_core.names import ENV_JOB_ID
 from adascale_frameworks.common import (
@@ -36,7 +37,6 @@ from adascale_frameworks.common import (
     by_optimizer,
     evaluate,
     hide_launcher,
-    order_of,
     refuse,
     take_data_options,
 )
@@ -129,8 +129,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         options: of `Accelerator`, and of `ElasticTrainer`: `max_batch_size`, `local_bsz_bounds`,
             `train_samples`, `efficiency_target`, `checkpoint_dir`, `checkpoint_interval`,
             `max_nonfinite_steps`, `single_replica_gain`, `max_gain`; and of `ElasticTrainer.dataloader`, for
-            the training loaders: `order`, `lengths`, `allow_other_length`, and for a stream `map`,
-            `shuffle_buffer`, `exactly_once`.
+            the training loaders: `order`, `lengths`, and for a stream `map`, `shuffle_buffer` and
+            `exactly_once`.
 
     Attributes:
         trainer: the `ElasticTrainer`, for what Accelerate has no name for, such as `trainer.weighted` and
@@ -444,10 +444,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "__getitem__. To train on the stream, call model.train() before the loop"
             )
         sampler = getattr(loader.loader.batch_sampler, "sampler", None)
-        if "order" in order_of(sampler, loader.samples, "the loader", "the evaluation"):
+        if not isinstance(sampler, SequentialSampler | RandomSampler):
             raise WorkerError(
-                "a prepared data loader with a WeightedRandomSampler cannot be used for evaluation, in which "
-                "each sample counts once: make the loader with shuffle=False"
+                f"a prepared data loader with a {type(sampler).__name__} cannot be used for evaluation, in "
+                "which each sample counts once: make the loader with shuffle=False"
             )
         outer = self._trains, self._has_stepped, self._evaluation
         evaluation = evaluate(self.trainer, loader.loader, self._trained_models[0], gathers=True)

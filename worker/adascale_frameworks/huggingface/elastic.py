@@ -16,6 +16,7 @@ from accelerate.utils.other import is_repeated_blocks
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, seed_worker
 
@@ -90,12 +91,18 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         """
         require_supported(self)
         require_trainable(self._elastic_run, trial)
-        args, self._elastic_run.resumes = self.args, bool(resume_from_checkpoint)
+        args, run, folder = self.args, self._elastic_run, resume_from_checkpoint or None
+        if folder is True:
+            folder = last_complete_folder(args.output_dir)
+        if folder is not None and not Path(folder, TRAINER_STATE_NAME).is_file():
+            folder = None  # A job with a state does not need it.
+        run.resumes = folder is not None
+        run.missing = resume_from_checkpoint if resume_from_checkpoint and folder is None else None
         before = args.gradient_accumulation_steps, args.eval_on_start, args.ignore_data_skip
         # The loop makes a step of each micro-batch, and the elastic trainer knows the place in the data.
         args.gradient_accumulation_steps, args.ignore_data_skip = 1, True
         try:
-            output = super().train(resume_from_checkpoint or None, None, *args_, **kwargs)
+            output = super().train(folder, None, *args_, **kwargs)
         finally:
             args.gradient_accumulation_steps, args.eval_on_start, args.ignore_data_skip = before
         return output._replace(training_loss=self._elastic_run.losses.mean("total"))
@@ -373,6 +380,13 @@ def require_supported(trainer: Any) -> None:
     refuse("in TrainingArguments with elastic()", settings, _REFUSED)
 
 
+def last_complete_folder(output: str) -> str | None:
+    """Return the last folder of a Trainer in its output folder that is complete."""
+    found = Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    steps = {int(path.parent.name.rpartition("-")[2]): str(path.parent) for path in found}
+    return steps[max(steps)] if steps else None
+
+
 def require_trainable(run: TrainingRun, trial: Any) -> None:
     """Check the arguments of `train`."""
     if trial is not None:
@@ -412,8 +426,7 @@ def elastic(
             `efficiency_target`, `checkpoint_dir`, `checkpoint_interval`, `max_nonfinite_steps`,
             `single_replica_gain`, `max_gain`, and `train_samples`, in place of `max_steps` and
             `num_train_epochs`; of `ElasticTrainer.dataloader`: `order`, in place of a sampler of the
-            program's own, `lengths`, `allow_other_length`, and for a stream `map`, `shuffle_buffer`,
-            `exactly_once`.
+            program's own, `lengths`, and for a stream `map`, `shuffle_buffer`, `exactly_once`.
 
     Returns:
         `trainer` itself.

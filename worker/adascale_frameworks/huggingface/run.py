@@ -129,6 +129,8 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
         """Whether the last micro-batch has not completed its step."""
         self.resumes = False
         """Whether the framework loads a folder of a Trainer, before the state of the job."""
+        self.missing: Any = None
+        """The argument of `train` that names no folder of a Trainer."""
         self._progress = 0.0
         self._was_main: bool | None = None
         self._tokens = 0
@@ -156,6 +158,12 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
             hyperparameters=self._hyperparameters,
             begin_at=self._begin_at(),
         )
+        if self.missing is not None and not state.restored:
+            raise WorkerError(
+                f"train() got resume_from_checkpoint={self.missing!r}, and the job has no state of its own: "
+                "pass a folder that a Trainer has written, such as output_dir/checkpoint-500, which has "
+                "trainer_state.json, or leave it out to begin from the start"
+            )
         if "scaler" in register:
             # With a scaler, the wrapper of accelerate calls a method that it has kept.
             trainer.optimizer.__setstate__({})

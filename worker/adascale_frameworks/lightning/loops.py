@@ -81,7 +81,7 @@ class Counts:
 
     epoch_length: float  # steps at the initial batch size in an epoch; infinity for a stream
     max_batches: float  # what Lightning takes for the number of batches in an epoch
-    per_step: int = 1  # batches of the loader in a step at the initial batch size
+    per_step: float = 1.0  # batches of the loader in a step at the initial batch size
     epoch: int = 0
     begin: float = 0.0  # progress at the begin of the epoch
     before: float = 0.0  # progress before the last optimizer step

@@ -120,8 +120,7 @@ class ElasticStrategy(Strategy):
         package: the package of the Trainer, if the program imports both.
         options: other arguments of `ElasticTrainer`, such as `seed` or `checkpoint_interval`; `train_samples`
             is used in place of `max_steps` and `max_epochs`. And of `ElasticTrainer.dataloader`: `order`, in
-            place of a sampler, `lengths`, `allow_other_length`, and for a stream `map`, `shuffle_buffer`,
-            `exactly_once`.
+            place of a sampler, `lengths`, and for a stream `map`, `shuffle_buffer`, `exactly_once`.
 
     Raises:
         WorkerError: Lightning is not installed, or both of its packages are imported and none is named.
@@ -322,7 +321,7 @@ class ElasticStrategy(Strategy):
         self._counts = Counts(
             math.inf if samples is None else samples / size,
             fit.max_batches,
-            size // self._loaders[0].batch_size if size % self._loaders[0].batch_size == 0 else 1,
+            max(1.0, size / self._loaders[0].batch_size),
             state.epoch,
             self._states.epoch_begin,
             state.progress,
@@ -514,6 +513,8 @@ class ElasticStrategy(Strategy):
         """End the epoch whose loop has ended, after the program's hooks at its end."""
         epoch, self._epoch_to_end = self._epoch_to_end, None
         if epoch is not None:
+            if math.isinf(self._counts.epoch_length):
+                self._states.epoch_begin = self.elastic_trainer.progress  # of the next one, if this is saved
             self.elastic_trainer.step(epoch)
 
     def request_end(self) -> bool:

@@ -451,6 +451,10 @@ class DataFeed:
             raise self._other_kind(_IN_WORDS[kind])
         self._division.loads_parts = False
         self._kind, self._is_open = kind, True
+        if self._stream is None:
+            # Of a job that has begun where another run has ended, too.
+            progress = self._progress
+            self._origin = Origin(progress.consumed, 0, progress.epoch, progress.progress)
         self._stream = feed = self._stream or self._make_stream()
         feed.open(stream, options)
         return lambda consumed, plan: LoadedBatches(

@@ -44,9 +44,10 @@ POLL: Final = 0.1
 SHARE_OF_STEP: Final = 0.9
 """The share of the time of a step in which its message is to be sent."""
 STEP_PART: Final = 32 << 20
-"""Bytes of gradients in a message, at least: a replica that waits makes a part of the step with each."""
+"""Bytes of gradients in a message, unless one parameter or the share below has more: a replica that waits
+makes a part of the step with each."""
 MAX_PARTS: Final = 64
-"""Messages of a step."""
+"""Messages into which the gradients of a step are divided, about, if there are many."""
 LARGEST_PIECE: Final = 512 << 20
 """Bytes of a piece, unless one parameter has more."""
 LEAST_SHARE: Final = 0.02
