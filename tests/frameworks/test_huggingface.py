@@ -586,13 +586,16 @@ def test_the_model_is_compiled_once_for_all_batch_sizes(
         ours = make_elastic(trainer, max_batch_size=largest, local_bsz_bounds=(6, 6))
         ours.train()
         graphs.append(counters["stats"]["unique_graphs"])
+        block = ours.model.transformer.h[0]
+        compiled = [each._compiled_call_impl is not None for each in (ours.model, block)]
+        assert compiled == ([False, True] if regional == "1" else [True, False])
         found, expected = weights_of(ours.model), weights_of(plain.model)
         for name, weight in expected.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5)
     assert graphs[0] == graphs[1] > 0
 
 
-def test_a_step_whose_gradients_overflow_is_skipped_and_the_scaler_is_saved(
+def test_a_step_whose_gradients_overflow_is_made_with_the_next_batch(
     make_elastic: MakeElastic, tmp_path: Path
 ) -> None:
     """As with fp16, with a scaler that accelerate makes on GPUs only."""
