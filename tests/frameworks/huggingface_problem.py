@@ -91,8 +91,8 @@ def classifier() -> PreTrainedModel:
     return GPT2ForSequenceClassification(configuration(num_labels=2))
 
 
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    """Return arguments for a short training on the CPU."""
+def arguments(folder: Path, kind: Any = TrainingArguments, **options: Any) -> TrainingArguments:
+    """Return arguments for a short training on the CPU, of `TrainingArguments` or a subclass."""
     chosen = {
         "max_steps": 10,
         "per_device_train_batch_size": 8,
@@ -105,7 +105,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "disable_tqdm": True,
         **options,
     }
-    return TrainingArguments(str(folder), **chosen)
+    return kind(str(folder), **chosen)
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -16,14 +16,15 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from adascale.accelerate import ElasticAccelerator
 from adascale.errors import DatasetError, InvalidJobError, WorkerError
 from adascale_core.errors import MissingExtraError
+from support.streams import Items
 from support.training import adamw, equal, network, parameters_of, samples, sgd
 
 Make = Callable[..., Any]
@@ -96,17 +97,10 @@ def test_weights_are_those_of_the_plain_framework_bit_for_bit(
     assert elastic[1] == plain[1]
 
 
-class SampleStream(IterableDataset[Any]):
-    """Samples without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from map(samples().__getitem__, range(48))
-
-
 def test_the_data_may_be_a_stream(make: Make) -> None:
     def trained(accelerator: Any, epochs: Any) -> Any:
         model: Any = network()
-        model, optimizer, batches = accelerator.prepare(model, sgd(model), DataLoader(SampleStream(), 8))
+        model, optimizer, batches = accelerator.prepare(model, sgd(model), DataLoader(Items(samples()), 8))
         seen = []
         for _ in epochs(2):
             for index, x, y in batches:
@@ -346,11 +340,6 @@ def test_steps_go_through_the_grad_scaler_which_is_saved(make: Make) -> None:
 
 
 # -- what is refused --------------------------------------------------------------------------------------
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter([torch.zeros(6)])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.utils.data import IterableDataset
 from transformers import (
     DataCollatorWithPadding,
     EarlyStoppingCallback,
@@ -38,6 +37,7 @@ from frameworks.huggingface_problem import (
     require_equal,
     weights_of,
 )
+from support.streams import Items
 
 MakeElastic = Callable[..., Any]
 TrainBoth = Callable[..., tuple[Any, Any]]
@@ -143,17 +143,10 @@ def test_the_weights_and_the_logs_are_those_of_the_plain_trainer(
     assert all(hasattr(plain, name) for name in ("_globalstep_last_logged", "current_flos"))
 
 
-class TextStream(IterableDataset[Any]):
-    """Texts without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from map(Texts(24).__getitem__, range(24))
-
-
 def test_the_data_may_be_a_stream_which_is_begun_again(train_both: TrainBoth, tmp_path: Path) -> None:
     def make(name: str) -> Trainer:
         chosen = sequential(tmp_path / name, max_steps=11, logging_steps=3)
-        return Trainer(language_model(), chosen, train_dataset=TextStream())
+        return Trainer(language_model(), chosen, train_dataset=Items(Texts(24)))
 
     plain, ours = train_both(make)
     require_equal(weights_of(plain.model), weights_of(ours.model))

@@ -16,13 +16,14 @@ import pytest
 import pytorch_lightning as older_package
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from adascale.errors import AdaScaleError, DatasetError, WorkerError
 from adascale.lightning import ElasticStrategy
 from adascale_core.errors import MissingExtraError
 from adascale_frameworks.lightning.states import LightningStates
 from adascale_frameworks.lightning.strategy import PACKAGES
+from support.streams import Items
 
 # Lightning warns of few worker processes, short epochs and folders that exist.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -45,13 +46,8 @@ def loader(batch_size: int = BATCH_SIZE, **options: Any) -> DataLoader[Any]:
     return DataLoader(data(), batch_size=batch_size, **options)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from map(data().__getitem__, range(SAMPLES))
-
-
 def stream(batch_size: int = BATCH_SIZE) -> DataLoader[Any]:
-    return DataLoader(Stream(), batch_size=batch_size)
+    return DataLoader(Items(data()), batch_size=batch_size)
 
 
 class StepsMixin:

@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 
 from adascale.errors import WorkerError
 from adascale.huggingface import elastic
-from frameworks.huggingface_problem import require_equal, weights_of
+from frameworks.huggingface_problem import arguments, require_equal, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL and datasets
 
@@ -87,18 +87,12 @@ def test_the_weights_and_losses_are_those_of_the_plain_trainer(
     adapter: LoraConfig | None,
 ) -> None:
     def make(name: str) -> Any:
-        chosen = (SFTConfig if kind is SFTTrainer else DPOConfig)(
-            str(tmp_path / name),
-            per_device_train_batch_size=8,
+        chosen = arguments(
+            tmp_path / name,
+            SFTConfig if kind is SFTTrainer else DPOConfig,
             max_steps=9,
-            learning_rate=0.01,
             logging_steps=3,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
             bf16=False,
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
             train_sampling_strategy="sequential",
             **options,
         )

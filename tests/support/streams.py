@@ -38,6 +38,16 @@ class Numbers(IterableDataset[int]):
             position += 1
 
 
+class Items(IterableDataset[Any]):
+    """The items of a data set with a length, in their order in each pass."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(self.dataset.__getitem__, range(len(self.dataset)))
+
+
 class WithState(IterableDataset[int]):
     """Yields numbers in another order in each pass, and has states as data sets of Hugging Face have.
 

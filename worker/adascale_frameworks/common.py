@@ -47,8 +47,8 @@ _OF_DATALOADER = inspect.signature(ElasticTrainer.dataloader).parameters.keys() 
 
 def take_data_options(options: MutableMapping[str, Any]) -> dict[str, Any]:
     """Remove, and return, the arguments for `ElasticTrainer.dataloader`."""
-    given = {name: options.pop(name) for name in [*options] if name in _OF_DATALOADER}
-    return {name: value for name, value in given.items() if value is not None}
+    names = [name for name in options if name in _OF_DATALOADER]
+    return {name: value for name in names if (value := options.pop(name)) is not None}
 
 
 _OPTIONS = inspect.signature(DataLoader).parameters.keys() - CHOSEN_BY_TRAINER - {"dataset", "shuffle"}

@@ -9,16 +9,15 @@ training at the step STOP_AT.
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, TrainerCallback
 
 from adascale.huggingface import elastic
 from frameworks.huggingface_problem import Texts, arguments, language_model
 from support.records import digest
+from support.streams import Numbers
 
 folder = Path(os.environ["JOURNAL"])
 folder.mkdir(parents=True, exist_ok=True)
@@ -28,13 +27,6 @@ calls = (folder / f"calls-{replica}-{os.getpid()}").open("w", buffering=1)
 options = json.loads(os.environ.get("ARGUMENTS", "{}"))
 dataset = Texts(int(os.environ.get("COUNT", "48")), padded=True)
 held_out = Texts(20, padded=True)
-
-
-class Numbers(IterableDataset[int]):
-    """The samples by number, which each replica reads; `map` gets those of its own."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(len(dataset))
 
 
 class Journal(TrainerCallback):  # type: ignore[misc]
@@ -104,12 +96,13 @@ if options.get("metric_for_best_model"):
     callbacks.append(EarlyStoppingCallback(early_stopping_patience=3))
 elastic_options = json.loads(os.environ.get("ELASTIC", "{}"))
 if "STREAM" in os.environ:
+    # Each replica reads the numbers of all samples.
     elastic_options["map"] = dataset.__getitem__
 trainer: Any = elastic(
     Trainer(
         language_model(),
         arguments(Path(os.environ["OUTPUT"]), **options),
-        train_dataset=Numbers() if "STREAM" in os.environ else dataset,
+        train_dataset=Numbers(len(dataset)) if "STREAM" in os.environ else dataset,
         eval_dataset=held_out,
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),

@@ -12,17 +12,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from adascale.lightning import ElasticStrategy
 from support.records import digest
+from support.streams import Items
 
 package = os.environ.get("PACKAGE", "lightning.pytorch")
 pl: Any = import_module(package)
@@ -38,14 +38,6 @@ is_automatic = mode in ("automatic", "stream")
 name = f"{os.environ.get('REPLICA', '0')}-{os.getpid()}"
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, samples: TensorDataset) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from map(self.samples.__getitem__, range(SAMPLES))
-
-
 class Data(pl.LightningDataModule):  # type: ignore[misc]
     def setup(self, stage: str) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -54,7 +46,7 @@ class Data(pl.LightningDataModule):  # type: ignore[misc]
 
     def train_dataloader(self) -> DataLoader[Any]:
         if mode == "stream":
-            return DataLoader(Stream(self.samples), batch_size=BATCH_SIZE)
+            return DataLoader(Items(self.samples), batch_size=BATCH_SIZE)
         return DataLoader(self.samples, batch_size=BATCH_SIZE, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:

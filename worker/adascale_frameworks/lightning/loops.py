@@ -91,8 +91,13 @@ class Counts:
         """Begin an epoch, or go on with it."""
         if epoch != self.epoch:
             self.epoch, self.begin = epoch, self.after
-        if math.isfinite(self.epoch_length):
+        if not self.is_of_stream:
             self.begin = epoch * self.epoch_length
+
+    @property
+    def is_of_stream(self) -> bool:
+        """Whether the length of an epoch is unknown."""
+        return math.isinf(self.epoch_length)
 
     @property
     def ends_epoch(self) -> bool:

@@ -229,7 +229,7 @@ class ElasticStrategy(Strategy):
         if trainer.state.fn == _FITTING and self._elastic is None:
             # Before the hooks of the program, which may load the data.
             self._limit, trainer.limit_train_batches = trainer.limit_train_batches, 1.0
-        if trainer.state.fn != _FITTING or self._elastic is not None:
+        else:
             super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
@@ -383,7 +383,7 @@ class ElasticStrategy(Strategy):
             self._run.report(trainer.callback_metrics)
         self._steps_at_batch = elastic.steps
         counts.after = elastic.progress
-        if math.isinf(counts.epoch_length):
+        if counts.is_of_stream:
             counts.begin = self._states.epoch_begin  # that of all replicas
         self._set_rank()
         _count(loop.batch_progress.current, counts.batch_index)
@@ -413,7 +413,7 @@ class ElasticStrategy(Strategy):
 
     def ends_with_data(self, *, is_read: bool) -> bool:
         """Whether an epoch has ended with its data, which is a stream that is read."""
-        return is_read and math.isinf(self._counts.epoch_length) and not self.elastic_trainer.finished
+        return is_read and self._counts.is_of_stream and not self.elastic_trainer.finished
 
     @property
     def awaits_micro_batches(self) -> bool:
@@ -513,7 +513,7 @@ class ElasticStrategy(Strategy):
         """End the epoch whose loop has ended, after the program's hooks at its end."""
         epoch, self._epoch_to_end = self._epoch_to_end, None
         if epoch is not None:
-            if math.isinf(self._counts.epoch_length):
+            if self._counts.is_of_stream:
                 self._states.epoch_begin = self.elastic_trainer.progress  # of the next one, if this is saved
             self.elastic_trainer.step(epoch)
 

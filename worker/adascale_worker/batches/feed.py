@@ -455,7 +455,8 @@ class DataFeed:
             # Of a job that has begun where another run has ended, too.
             progress = self._progress
             self._origin = Origin(progress.consumed, 0, progress.epoch, progress.progress)
-        self._stream = feed = self._stream or self._make_stream()
+            self._stream = self._make_stream()
+        feed = self._stream
         feed.open(stream, options)
         return lambda consumed, plan: LoadedBatches(
             feed.micro_batches(consumed, plan, self._group.rank), plan

@@ -411,8 +411,12 @@ class Generations(Context):
         links = self._next_links
         has_left = tries > 0 and links is not None and links.has_arrived(0)
         is_done = tries == MAX_TRIES or has_left or state.is_mixed or state.has_followed
-        is_done = is_done or state.number is not None
-        if assignment.rank == 0 or is_done or not assignment.members[0].state_port:
+        if (
+            assignment.rank == 0
+            or is_done
+            or state.number is not None
+            or not assignment.members[0].state_port
+        ):
             return False
         self._followed = assignment.generation, tries + 1
         instance = assignment.members[assignment.rank].instance

@@ -370,10 +370,7 @@ class StateSource:
         """Wait, and return whether all that was handed over is sent, or cannot be."""
         if self._sending is not None:
             self._sending.join(seconds)
-            if self._sending.is_alive():
-                return False
-        self._sending = None
-        return True
+        return self._sending is None or not self._sending.is_alive()
 
     @property
     def _step_bytes(self) -> int:
@@ -396,6 +393,14 @@ class StateSource:
         if self._is_stepping:
             raise OSError("a step has failed whose gradients were sent")
         self._is_stepping = True
+        self._copy_gradients(number)
+        self._begun_at = time.monotonic()
+        if self._step:
+            self._copied.clear()
+            self._hand_over(self._step)
+
+    def _copy_gradients(self, number: int) -> None:
+        """Begin to copy the gradients of an optimizer as the messages of its step."""
         optimizer = self._optimizers[number]
         if getattr(optimizer, "grad_scale", None) is not None:
             raise OSError("the optimizer divides gradients by the scale of the loss")
@@ -421,10 +426,6 @@ class StateSource:
                 "values": [(n, self._parameters[n].small, self._parameters[n].gradient) for n in part],
             }
             snapshot.copy(step, least_later=SMALL if keeps_gradients else math.inf)
-        self._begun_at = time.monotonic()
-        if parts:
-            self._copied.clear()
-            self._hand_over(self._step)
 
     def _after_step(self, number: int) -> None:
         now = time.monotonic()
@@ -560,7 +561,7 @@ class Followers:
             copies.news.set()
 
     def send_pieces(self, instances: Collection[str]) -> bool:
-        """Send the state to these from the next step on, if they get no pieces yet; return whether any."""
+        """Send the state to these, if they get no pieces yet, and return whether some begin to get them."""
         connections = {}
         for instance in self._waiting.keys() & {*instances}:
             follower, copies = self._waiting.pop(instance), self._copies.pop(instance, None)
@@ -731,7 +732,7 @@ class StateFollower:
             parameter.tensor.grad = None if gradient is None else parameter.like(gradient)
         # Not `optimizer.step`, which schedulers count, and without the hooks of the program.
         step: Any = type(stepping).step
-        getattr(step, "__wrapped__" if hasattr(step, "hooked") else "__call__")(stepping)
+        (step.__wrapped__ if hasattr(step, "hooked") else step)(stepping)
         for number, *_ in values:
             self._parameters[number].tensor.grad = None
 
