@@ -386,13 +386,13 @@ def test_a_weighted_sampler_keeps_its_weights(make: Make) -> None:
     [
         (
             {"fsdp_plugin": FullyShardedDataParallelPlugin},
-            {},
-            "fsdp_plugin=.* is not supported by ElasticAccelerator: each replica",
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "got FSDP and DeepSpeed: use one of them",
         ),
         (
             {},
-            {"ACCELERATE_USE_DEEPSPEED": "true"},
-            "ACCELERATE_USE_DEEPSPEED='true' is not supported by ElasticAccelerator: each replica",
+            {"ACCELERATE_USE_MEGATRON_LM": "true"},
+            "ACCELERATE_USE_MEGATRON_LM='true' is not supported by ElasticAccelerator: the processes",
         ),
         ({"mixed_precision": "fp8"}, {}, "use 'bf16' or 'fp16'"),
         ({"rng_types": ["torch"]}, {}, "rng_types=.* Leave it out"),

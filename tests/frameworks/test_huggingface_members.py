@@ -17,6 +17,13 @@ TESTS = Path(__file__).parents[1]
 ELASTIC = json.dumps({"max_batch_size": 32, "local_bsz_bounds": [2, 8]})
 BEST = {"eval_strategy": "steps", "eval_steps": 8, "save_strategy": "steps", "save_steps": 8}
 BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2}
+SHARDED = {
+    "ADASCALE_PROCESSES_PER_REPLICA": 2,
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": 2,
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+}
+"""As `accelerate launch` sets them, of a configuration for FSDP2."""
 MakeMembers = Callable[..., Members]
 
 
@@ -79,7 +86,8 @@ def require_multiples(
 
 
 @pytest.mark.slow
-def test_two_replicas_train_as_the_plain_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["whole", "sharded"])
+def test_two_replicas_train_as_the_plain_trainer(tmp_path: Path, sharding: dict[str, Any]) -> None:
     """Under `torchrun`, whose variables the framework finds before it is made elastic."""
     options = {
         "max_steps": 12,
@@ -93,18 +101,20 @@ def test_two_replicas_train_as_the_plain_trainer(tmp_path: Path) -> None:
         "ARGUMENTS": json.dumps(options | {"save_steps": 4}),
         "PYTHONPATH": TESTS,
     }
-    for replicas in (0, 2):
-        folder = tmp_path / str(replicas)
-        run_python(PROGRAM, replicas=replicas, JOURNAL=folder / "journal", OUTPUT=folder / "out", **environ)
-    alone, together = results_of(tmp_path / "0"), results_of(tmp_path / "2")
+    count = 4 if sharding else 2
+    for processes, more in ((0, {}), (count, sharding)):
+        folder = tmp_path / str(processes)
+        places = {"JOURNAL": folder / "journal", "OUTPUT": folder / "out"}
+        run_python(PROGRAM, replicas=processes, **places, **environ, **more)
+    alone, together = results_of(tmp_path / "0"), results_of(tmp_path / str(count))
     assert len(alone) == 1
-    assert len(together) == 2
-    assert together[0] == together[1]
+    assert together == [together[0]] * count
     assert together[0] == pytest.approx(alone[0], rel=1e-5)
-    calls = require_alike(calls_of(tmp_path / "2"))
+    calls = require_alike(calls_of(tmp_path / str(count)))
     require_multiples(calls, "evaluate", 4, 12)
-    saved = sorted(path.name for path in (tmp_path / "2" / "out").iterdir())
-    assert saved == sorted(path.name for path in (tmp_path / "0" / "out").iterdir())
+    ours, theirs = tmp_path / str(count) / "out", tmp_path / "0" / "out"
+    saved = sorted(str(path.relative_to(ours)) for path in ours.rglob("*"))
+    assert saved == sorted(str(path.relative_to(theirs)) for path in theirs.rglob("*"))
 
 
 @pytest.mark.slow
@@ -129,8 +139,8 @@ def test_a_step_of_a_larger_batch_calls_callbacks_for_each_of_its_steps(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", [{}, {"STREAM": 1}], ids=["data set", "stream"])
-def test_replicas_join_leave_and_are_killed(make_job: MakeMembers, data: dict[str, int]) -> None:
+@pytest.mark.parametrize("data", [{}, {"STREAM": 1}, SHARDED], ids=["data set", "stream", "sharded"])
+def test_replicas_join_leave_and_are_killed(make_job: MakeMembers, data: dict[str, Any]) -> None:
     options = {"max_steps": 80, "learning_rate": 0.003, "logging_steps": 5, "warmup_steps": 4, **BEST}
     job = make_job(ARGUMENTS=json.dumps(options), ELASTIC=ELASTIC, STEP_SECONDS=0.03, **data)
     first, lost, spare = job.start(3)
@@ -146,8 +156,7 @@ def test_replicas_join_leave_and_are_killed(make_job: MakeMembers, data: dict[st
     calls = require_alike(calls_of(job.folder))
     for event, interval in (("multiple of 4", 4), ("evaluate", 8), ("save", 8), ("log of losses", 5)):
         require_multiples(calls, event, interval, 80)
-    (result,) = results_of(job.folder)
-    assert result["global_step"] == 80
+    assert {result["global_step"] for result in results_of(job.folder)} == {80}
     losses = [call["loss"] for (event, _), call in calls.items() if event == "log of losses"]
     assert max(losses) < 4.0, "a loss is that of a step, with any number of replicas"
     # Rank 0 has changed, and the files are those of the last saves.

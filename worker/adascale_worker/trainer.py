@@ -353,6 +353,8 @@ class ElasticTrainer:
     def mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas, such as a metric of the present micro-batch.
 
+        With processesPerReplica, over all of their processes.
+
         A collective call, at the same place in all data loops. If a replica is lost meanwhile, the others get
         their own values, and the present step is discarded.
 
@@ -374,7 +376,8 @@ class ElasticTrainer:
             mean = sums["loss"] / sums["samples"]
 
         For logging, and for decisions that all replicas make alike. Call it on all replicas at the same
-        place. It is no collective call: a replica that is lost meanwhile is left out.
+        place; with processesPerReplica, on all of their processes, whose numbers are added. It is no
+        collective call: a replica that is lost meanwhile is left out.
 
         Args:
             values: numbers of this replica, by name.

@@ -2,8 +2,8 @@
 
 Environment: JOURNAL, the folder of the records; OUTPUT, that of the Trainer; REPLICA, a name for its file;
 ARGUMENTS, of TrainingArguments, and ELASTIC, of elastic(), as JSON; STEP_SECONDS, the minimum duration of a
-step; COUNT, the samples; STREAM, whether they are a stream; STOPS, the replicas that request the end of
-training at the step STOP_AT.
+step; those of `accelerate launch`; COUNT, the samples; STREAM, whether they are a stream; STOPS, the replicas
+that request the end of training at the step STOP_AT.
 """
 
 import json
@@ -25,6 +25,7 @@ replica = os.environ.get("REPLICA", "0")
 journal = (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1)
 calls = (folder / f"calls-{replica}-{os.getpid()}").open("w", buffering=1)
 options = json.loads(os.environ.get("ARGUMENTS", "{}"))
+processes = int(os.environ.get("ADASCALE_PROCESSES_PER_REPLICA", "1"))
 dataset = Texts(int(os.environ.get("COUNT", "48")), padded=True)
 held_out = Texts(20, padded=True)
 
@@ -38,7 +39,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         inner = trainer.elastic
-        count = (inner.samples - self.samples) // inner.replicas
+        count = (inner.samples - self.samples) // (inner.replicas * processes)
         record = {
             "step": inner.steps,
             "samples": [self.samples, inner.samples],
@@ -72,7 +73,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
     def _call(self, event: str, state: Any, **values: Any) -> None:
         inner = trainer.elastic
         call = {"event": event, "global_step": state.global_step, "step": inner.steps, **values}
-        call |= {"is_main": state.is_world_process_zero, "rank": inner.rank}
+        call |= {"is_main": state.is_world_process_zero, "rank": trainer.args.process_index}
         calls.write(json.dumps(call) + "\n")
 
 
@@ -116,4 +117,5 @@ state = trainer.state
 result = {"global_step": output.global_step, "best": state.best_global_step, "loss": output.training_loss}
 result |= {"eval_loss": metrics["eval_loss"], "history": len(state.log_history)}
 (folder / f"result-{replica}-{os.getpid()}").write_text(json.dumps(result))
-(folder / f"weights-{replica}-{os.getpid()}").write_text(digest(trainer.model.parameters()))
+weights = [getattr(each, "full_tensor", lambda each=each: each)() for each in trainer.model.parameters()]
+(folder / f"weights-{replica}-{os.getpid()}").write_text(digest(weights))

@@ -13,11 +13,11 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState, is_initialized
 from accelerate.utils import (
     DDPCommunicationHookType,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
     concatenate,
     recursively_apply,
     send_to_device,
@@ -40,6 +42,7 @@ from adascale_frameworks.common import (
     refuse,
     take_data_options,
 )
+from adascale_frameworks.sharding import Sharding, index_of_process, whole
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.trainer import ElasticTrainer
@@ -48,11 +51,9 @@ T = TypeVar("T")
 
 _EPOCHS = "for epoch in accelerator.epochs(num_epochs)"
 
-_ONE_COPY = "each replica of an elastic job has the whole model"
+_ONE_COPY = "the processes of a replica have the whole model, or share it by FSDP"
 _REFUSED = {
-    "deepspeed_plugin": f"{_ONE_COPY}. Leave it out",
-    "deepspeed_plugins": f"{_ONE_COPY}. Leave it out",
-    "fsdp_plugin": f"{_ONE_COPY}. Leave it out",
+    "deepspeed_plugins": "pass one, as deepspeed_plugin=",
     "megatron_lm_plugin": f"{_ONE_COPY}. Leave it out",
     "torch_tp_plugin": f"{_ONE_COPY}. Leave it out",
     "parallelism_config": f"{_ONE_COPY}. Leave it out",
@@ -62,12 +63,7 @@ _REFUSED = {
 }
 """Arguments of `Accelerator` that are not supported, and what to do instead."""
 _REFUSED_VARIABLES = dict.fromkeys(
-    (
-        "ACCELERATE_USE_DEEPSPEED",
-        "ACCELERATE_USE_FSDP",
-        "ACCELERATE_USE_MEGATRON_LM",
-        "ACCELERATE_USE_PARALLELISM_CONFIG",
-    ),
+    ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"),
     f"{_ONE_COPY}. Start the program without a configuration of `accelerate config` that uses it",
 )
 
@@ -83,6 +79,21 @@ def refuse_unsupported(arguments: Mapping[str, Any], environ: Mapping[str, str])
     variables = {name: value for name, value in environ.items() if value.lower() in ("true", "1")}
     refuse("by ElasticAccelerator", settings, _REFUSED)
     refuse("by ElasticAccelerator", variables, _REFUSED_VARIABLES)
+
+
+def take_sharding(options: dict[str, Any], environ: MutableMapping[str, str]) -> Any:
+    """Remove, and return, the plugin of FSDP or DeepSpeed that the program or `accelerate config` uses."""
+    found = []
+    for name, variable, kind in (
+        ("fsdp_plugin", "ACCELERATE_USE_FSDP", FullyShardedDataParallelPlugin),
+        ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED", DeepSpeedPlugin),
+    ):
+        plugin, is_set = options.pop(name, None), environ.pop(variable, "").lower() in ("true", "1")
+        if plugin is not None or is_set:
+            found.append(plugin or kind())
+    if len(found) > 1:
+        raise WorkerError("ElasticAccelerator got FSDP and DeepSpeed: use one of them")
+    return found[0] if found else None
 
 
 class ElasticDataLoader(TrainingLoader):
@@ -159,6 +170,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "an Accelerator was made before ElasticAccelerator in this process, and all of them share "
                 "their state: make one ElasticAccelerator, in place of the first Accelerator"
             )
+        self._plugin = take_sharding(options, os.environ)
+        """How the model is sharded; None for a whole model."""
+        self._sharding: Sharding | None = None  # before the model is prepared
         self.trainer = ElasticTrainer(
             batch_size,
             scale_invariant_steps=scale_invariant_steps,
@@ -173,9 +187,15 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             os.environ.update(hidden)
         for state in _states():
             state.device = self.trainer.device
-        self._known_replicas: tuple[int, int] | None = None
-        """The rank and the number of replicas that Accelerate knows."""
+        if self._plugin is not None:
+            self.native_amp = False  # The precision is that of the shards.
+        self._known_processes: tuple[int, int] | None = None
+        """The index and the number of processes that Accelerate knows."""
         self._trained_models: list[torch.nn.Module] = []
+        self._whole: dict[int, Any] = {}
+        """The states of sharded objects that are saved, by id."""
+        self._preparing: list[torch.optim.Optimizer] = []
+        """The optimizers among the arguments of the present call of `prepare`."""
         self._has_entered = False
         self._is_in_epochs = False
         self._trains = False
@@ -187,6 +207,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._is_alone = False
         self._follow_replicas()
 
+    _optimizers: list[Any]
     _is_alone = True
     """Whether Accelerate runs as if alone, as until it is made."""
 
@@ -195,23 +216,29 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def _follow_replicas(self) -> None:
         """Let Accelerate know the rank and the number of replicas, which may change between two batches."""
         if not self._is_alone:
-            self._set_replicas(self.trainer.rank, self.trainer.replicas if self._has_entered else 1)
+            index = index_of_process(self.trainer, self._sharding)
+            self._set_processes(index, self._processes if self._has_entered else 1)
 
-    def _set_replicas(self, rank: int, replicas: int) -> None:
-        if self._known_replicas == (rank, replicas):
+    @property
+    def _processes(self) -> int:
+        """The processes of all replicas."""
+        return self.trainer.replicas * (1 if self._sharding is None else self.trainer.mesh.size())
+
+    def _set_processes(self, rank: int, processes: int) -> None:
+        if self._known_processes == (rank, processes):
             return
-        self._known_replicas = rank, replicas
+        self._known_processes = rank, processes
         is_on_gpu = self.trainer.device.type == "cuda"
         together = DistributedType.MULTI_GPU if is_on_gpu else DistributedType.MULTI_CPU
         for state in _states():
-            state.num_processes, state.process_index, state.local_process_index = replicas, rank, rank
-            state.distributed_type = together if replicas > 1 else DistributedType.NO
-            state.backend = torch.distributed.get_backend() if replicas > 1 else None
+            state.num_processes, state.process_index, state.local_process_index = processes, rank, rank
+            state.distributed_type = together if processes > 1 else DistributedType.NO
+            state.backend = torch.distributed.get_backend() if processes > 1 else None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Let Accelerate run as if alone, to write files on this replica without the others."""
-        self._set_replicas(0, 1)
+        self._set_processes(0, 1)
         self._is_alone = True
         try:
             yield
@@ -233,7 +260,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Wait for the other replicas, once training has begun. Before, the others may train already."""
         self._follow_replicas()
         if self._evaluation is None:
-            super().wait_for_everyone()
+            if self._sharding is None:
+                super().wait_for_everyone()
+            else:
+                self._of_all(torch.zeros(1))
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -269,9 +299,31 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         """Place a model on the device, with mixed precision. `epochs` makes it data-parallel in place."""
+        if self._plugin is not None and not evaluation_mode:
+            self._shard(model)
+            device_placement = False
         with self._alone():
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
         return model if evaluation_mode else self._add(self._trained_models, model, "a model")
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare the objects of the program, see `Accelerator`. A model may be sharded in place."""
+        self._preparing = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _shard(self, model: torch.nn.Module) -> None:
+        plugin = self._plugin
+        if isinstance(plugin, DeepSpeedPlugin):
+            auto = {"bf16": self.mixed_precision == "bf16", "fp16": self.mixed_precision == "fp16"}
+            config = {"gradient_clipping": plugin.gradient_clipping, **plugin.deepspeed_config}
+            if config["gradient_accumulation_steps"] == self.gradient_accumulation_steps:
+                del config["gradient_accumulation_steps"]
+            if auto["bf16"]:
+                config.setdefault("bf16", {"enabled": True})
+            self._sharding = Sharding.of_deepspeed(config, model, **auto)
+        else:
+            self._sharding = Sharding.of_plugin(plugin, model, self.mixed_precision)
+        self._sharding.apply(model, self.trainer, [*self._optimizers, *self._preparing], methods=["generate"])
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -357,12 +409,16 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def _observe_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record calls of `optimizer.step()`, and let them go through the GradScaler if there is one."""
         scaler, step = self.scaler, optimizer.step
+        max_norm = None if self._sharding is None else self._sharding.max_norm
         is_in_scaler = False
 
         @wraps(getattr(step, "__func__", step))
         def observed(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             nonlocal is_in_scaler
             self._has_stepped = True
+            if max_norm is not None and self.trainer.completes_step:
+                groups = optimizer.param_groups
+                torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], max_norm)
             if scaler is None or is_in_scaler:
                 return step(*args, **kwargs)
             is_in_scaler = True
@@ -522,7 +578,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._evaluation is not None:
             return self._gather_of(self._evaluation, tensor)
         self._follow_replicas()
-        return super().gather(tensor)
+        if self._sharding is None:
+            return super().gather(tensor)
+        return recursively_apply(lambda each: torch.cat([*self._of_all(torch.atleast_1d(each))]), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Concatenate the results of all replicas for their present evaluation batches.
@@ -544,7 +602,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce the tensors of all replicas; in a loop over evaluation batches without a collective call."""
-        if self._evaluation is None:
+        evaluation = self._evaluation
+        if evaluation is None and self._sharding is None:
             self._follow_replicas()
             return super().reduce(tensor, reduction, scale)
         functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -554,7 +613,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         }
         if reduction not in functions:
             return tensor
-        stacked = self._gather_of(self._evaluation, recursively_apply(lambda each: each[None], tensor))
+        if evaluation is None:
+            stacked = recursively_apply(lambda each: self._of_all(each) * scale, tensor)
+        else:
+            stacked = self._gather_of(evaluation, recursively_apply(lambda each: each[None], tensor))
         # Zeros for what was gathered before, from a replica that was lost after it.
         return recursively_apply(lambda each: functions[reduction if len(each) else "sum"](each), stacked)
 
@@ -563,14 +625,17 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Pad tensors to the largest size on any replica, see `Accelerator`."""
         evaluation = self._evaluation
-        if evaluation is None:
+        if evaluation is None and self._sharding is None:
             self._follow_replicas()
             return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
         def pad(each: torch.Tensor) -> torch.Tensor:
             if each.ndim <= dim:
                 return each
-            sizes = evaluation.gather(each.shape[dim])
+            size = each.shape[dim]
+            sizes = (
+                self._of_all(torch.tensor(size)).tolist() if evaluation is None else evaluation.gather(size)
+            )
             missing = max([*sizes, each.shape[dim]]) - each.shape[dim]
             shape = list(each.shape)
             shape[dim] = missing
@@ -578,6 +643,19 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             return torch.cat([padding, each] if pad_first else [each, padding], dim)
 
         return recursively_apply(pad, tensor, error_on_other_type=True)
+
+    def _of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all processes of all replicas, which have the same shape, one on another.
+
+        A collective call. Accelerate's own are those of the processes of a replica, if the model is sharded.
+        """
+        count = self._processes if self._has_entered and not self._is_alone else 1
+        index = index_of_process(self.trainer, self._sharding) if count > 1 else 0
+        every = torch.zeros((count, *tensor.shape), dtype=torch.float64, device=tensor.device)
+        every[index] = tensor
+        if count > 1:
+            every = self.trainer.mean_over_replicas(every) * count
+        return (every if tensor.is_floating_point() else every.round()).to(tensor.dtype)
 
     def _gather_of(self, evaluation: Evaluation, value: Any) -> Any:
         value = recursively_apply(lambda each: each[None] if each.ndim == 0 else each, value)
@@ -602,14 +680,34 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "accelerator.epochs()"
             )
         configuration = self.project_configuration
+        optimizers = self._optimizers
+        states: dict[int, Any] = {}
+        if self._sharding is not None:
+            # All processes of the replica take part.
+            parts: list[Any] = [*self._models, *self._optimizers]
+            states = {id(each): whole(self.trainer, each.state_dict()) for each in parts}
         if not self.is_main_process:
             configuration.iteration += 1
             return None
         if configuration.automatic_checkpoint_naming:
             folder = Path(self.project_dir) / "checkpoints" / f"checkpoint_{configuration.iteration}"
             shutil.rmtree(folder, ignore_errors=True)
-        with self._alone():
-            return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        self._whole = states
+        if states:
+            # Not the optimizers, whose states are shards.
+            self._optimizers = [SimpleNamespace(state_dict=partial(states.get, id(o))) for o in optimizers]
+        try:
+            with self._alone():
+                return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        finally:
+            self._whole, self._optimizers = {}, optimizers
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
+        """Return the state of a model: of a sharded one on rank 0, all of whose processes take part."""
+        if self._sharding is None:
+            return super().get_state_dict(model, unwrap)
+        known = self._whole.get(id(model))
+        return whole(self.trainer, model.state_dict()) if known is None else known
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
@@ -621,6 +719,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """
         self._enter()
         if self.trainer.finished:
+            if self._sharding is not None:
+                raise WorkerError(
+                    "accelerator.load_state() got a sharded model, whose files are for one process: load the "
+                    "weights by model.load_state_dict(safetensors.torch.load_file(path))"
+                )
             with self._alone():
                 super().load_state(input_dir, load_kwargs, **options)
             return

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, parse_flag_from_env
 from accelerate.utils.other import is_repeated_blocks
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -30,6 +31,7 @@ from adascale_frameworks.common import (
     take_data_options,
 )
 from adascale_frameworks.huggingface.run import TrainingRun
+from adascale_frameworks.sharding import Sharding, divide_loaded_state, whole
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.process import environment
 from adascale_worker.program.hyperparameters import Choice
@@ -43,8 +45,8 @@ _ONE_COPY = (
     "trained by a Trainer elastically yet"
 )
 _REFUSED = {
-    "deepspeed": _ONE_COPY,
-    "fsdp": _ONE_COPY,
+    "deepspeed": "pass the configuration to elastic(trainer, deepspeed=...), with processesPerReplica in the "
+    "job file, and leave it out here",
     "parallelism_config": _ONE_COPY,
     "device_map over several devices": _ONE_COPY,
     "auto_find_batch_size": 'pass elastic(trainer, max_batch_size=..., local_bsz_bounds=(4, "auto")), with '
@@ -65,6 +67,9 @@ _GENERATING = {
 }
 """Trainers of TRL whose samples depend on the model that is trained."""
 
+_USE_FSDP = "ACCELERATE_USE_FSDP"
+"""The variable with which `accelerate launch` requests FSDP, and others say how."""
+
 _RESULT = "adascale_result"
 """The name of the result of a prediction step in a batch for the framework's loop."""
 
@@ -79,6 +84,8 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
     _elastic_run: TrainingRun
     _elastic_data: dict[str, Any]
     _elastic_batch_size: int
+    _elastic_sharding: Sharding | None
+    optimizer: Any
     preprocess_logits_for_metrics: Any
 
     # -- training ---------------------------------------------------------------------------------------
@@ -110,6 +117,10 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> TrainingLoader:
         """Return the training data, which the replicas share out."""
         compile_model(self)  # which `model_init` has made now, and accelerate prepares next
+        if self._elastic_sharding is not None:
+            self.accelerator.native_amp = False  # The precision is that of the shards.
+            optimizers = list(filter(None, [self.optimizer]))
+            self._elastic_sharding.apply(self.model, self.elastic, optimizers, methods=["generate"])
         run, given = self._elastic_run, self._elastic_data
         source: Any = super().get_train_dataloader()
         sampler = getattr(source.batch_sampler, "sampler", None)
@@ -150,6 +161,13 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
             epochs = -int(-max_steps // data.steps_per_epoch)
         return (epochs, *values[1:-1], max_steps)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer, which may load the state of a Trainer's folder."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._elastic_sharding is not None:
+            divide_loaded_state(optimizer)
+        return optimizer
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the scheduler of the optimizer itself, and not of accelerate's wrapper."""
         wrapped = self.optimizer if optimizer is None else optimizer
@@ -186,7 +204,7 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         self._elastic_loss, weight = None, self._elastic_weight
         if weight is None:
             # All micro-batches of a step have the same size.
-            weight = self.elastic.step_weight / (self.elastic.replicas * self.elastic.accumulation)
+            weight = self.elastic.step_weight / (self._elastic_run.processes * self.elastic.accumulation)
         self._elastic_run.losses.add(own, weight)
         self.elastic.log(loss=own)
         return loss
@@ -299,6 +317,34 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
             if best.is_dir():
                 state.best_model_checkpoint = str(best)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model on rank 0, whole also if it is sharded."""
+        if self._elastic_run.is_entered and self._elastic_sharding is not None:
+            # All processes of the replica take part.
+            self._elastic_weights = whole(self.elastic, self.model.state_dict())
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._elastic_weights = None
+
+    _elastic_weights: dict[str, Any] | None = None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the files of the model."""
+        super()._save(output_dir, self._elastic_weights if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the states of the optimizer and the scheduler on rank 0, in the format of one process."""
+        optimizer: Any = self.optimizer
+        if self._elastic_sharding is not None:
+            state = whole(self.elastic, optimizer.state_dict())
+            saved: Any = SimpleNamespace(state_dict=lambda: state)
+            self.optimizer = saved
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self.optimizer = optimizer
+
     def end(self) -> None:
         """Finish the trackers. The process group of the replicas ends with the process."""
         for tracker in self.accelerator.trackers:
@@ -372,7 +418,6 @@ def require_supported(trainer: Any) -> None:
     settings = {
         **vars(args),
         "deepspeed": trainer.is_deepspeed_enabled,
-        "fsdp": trainer.is_fsdp_enabled,
         "parallelism_config": trainer.accelerator.parallelism_config,
         "device_map over several devices": trainer.is_model_parallel,
         "lr_scheduler_type": schedule if "greedy" in schedule.lower() else None,
@@ -405,6 +450,7 @@ def elastic(
     *,
     batch_size: int | None = None,
     hyperparameters: Choice = "checkpoint",
+    deepspeed: Mapping[str, Any] | str | Path | None = None,
     **options: Any,
 ) -> T:
     """Make a `Trainer` of Hugging Face elastic, and return it.
@@ -422,6 +468,8 @@ def elastic(
         batch_size: the initial batch size (B0), in samples. Default: that of a plain `Trainer` on one device,
             `per_device_train_batch_size * gradient_accumulation_steps`.
         hyperparameters: of `ElasticTrainer.program_reentry`.
+        deepspeed: a DeepSpeed configuration, or its file, in place of that of `TrainingArguments`: its model
+            is sharded by `fully_shard`.
         options: other arguments of `ElasticTrainer`: `max_batch_size`, `local_bsz_bounds`,
             `efficiency_target`, `checkpoint_dir`, `checkpoint_interval`, `max_nonfinite_steps`,
             `single_replica_gain`, `max_gain`, and `train_samples`, in place of `max_steps` and
@@ -450,9 +498,10 @@ def elastic(
             "train_dataset to the Trainer"
         )
     data = take_data_options(options)
+    sharding = sharding_of(trainer, deepspeed)
     made, batch_size = _make_elastic_trainer(trainer, batch_size, options)
     _run_as_one_process(trainer)
-    run = TrainingRun(trainer, made, hyperparameters)
+    run = TrainingRun(trainer, made, hyperparameters, sharding)
     own = type(trainer)
     trainer.__class__ = type(f"Elastic{own.__name__}", (ElasticMixin, own), {"__module__": own.__module__})
     vars(trainer).update(
@@ -460,10 +509,37 @@ def elastic(
         _elastic_run=run,
         _elastic_data=data,
         _elastic_batch_size=batch_size,
+        _elastic_sharding=sharding,
         callback_handler=run,
     )
     run.follow_rank()
     return trainer
+
+
+def sharding_of(trainer: Any, deepspeed: Any) -> Sharding | None:
+    """Return how the arguments, a configuration of Accelerate, or that of DeepSpeed shard the model."""
+    args, precision = trainer.args, trainer.accelerator.mixed_precision
+    plugin, arguments = getattr(trainer.accelerator.state, "fsdp_plugin", None), args.fsdp_plugin_args
+    uses_fsdp = plugin is not None or arguments is not None or parse_flag_from_env(_USE_FSDP)
+    if deepspeed is not None:
+        if uses_fsdp:
+            raise WorkerError("elastic() got deepspeed=, and the Trainer uses FSDP: leave out one of them")
+        given = {"bf16": args.bf16, "fp16": args.fp16, "gradient_clipping": args.max_grad_norm}
+        sharding = Sharding.of_deepspeed(deepspeed, trainer.model, **given)
+        if sharding.max_norm not in (None, args.max_grad_norm):
+            raise WorkerError(
+                f"gradient_clipping={sharding.max_norm} in the DeepSpeed configuration, but max_grad_norm="
+                f"{args.max_grad_norm} in TrainingArguments: use 'auto' in the configuration"
+            )
+        return sharding
+    if not uses_fsdp:
+        return None
+    if plugin is None:
+        plugin = FullyShardedDataParallelPlugin(**(arguments or {}))
+    # So that accelerate, which is made again, does not shard the model itself.
+    args.fsdp_plugin_args = None
+    os.environ.pop(_USE_FSDP, None)
+    return Sharding.of_plugin(plugin, trainer.model, precision)
 
 
 def _make_elastic_trainer(
@@ -479,8 +555,8 @@ def _make_elastic_trainer(
     if steps <= 0:
         # A Trainer without max_steps requires the length.
         steps = max(1, int(args.num_train_epochs * len(trainer.train_dataset) / used))
-    if ENV_AGENT_SOCKET in os.environ and torch.distributed.is_initialized():
-        # `TrainingArguments` has initialized a group of this process alone, for a launcher in between.
+    if (ENV_AGENT_SOCKET in os.environ or job.processes_per_replica) and torch.distributed.is_initialized():
+        # `TrainingArguments` has initialized a group, for a launcher, which is not that of the replicas.
         torch.distributed.destroy_process_group()
     seed = args.seed if args.data_seed is None else args.data_seed
     made = ElasticTrainer(

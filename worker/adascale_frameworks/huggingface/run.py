@@ -21,6 +21,7 @@ from transformers.trainer_callback import (
 )
 
 from adascale_frameworks.common import ElasticRun, TrainingLoader
+from adascale_frameworks.sharding import Sharding, index_of_process
 from adascale_worker.errors import WorkerError
 from adascale_worker.program.hyperparameters import Choice
 from adascale_worker.trainer import ElasticTrainer
@@ -113,11 +114,14 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
     that rises by one. `control` has what any of these calls has requested.
     """
 
-    def __init__(self, trainer: Any, elastic: ElasticTrainer, hyperparameters: Choice) -> None:
+    def __init__(
+        self, trainer: Any, elastic: ElasticTrainer, hyperparameters: Choice, sharding: Sharding | None
+    ) -> None:
         self.__dict__.update(vars(trainer.callback_handler))
         super().__init__(elastic)
         self._trainer = trainer
         self._hyperparameters = hyperparameters
+        self._sharding = sharding
         self.losses = LossSums()
         self.data: TrainingLoader | None = None  # None before `train`
         self._epochs: Iterator[int] | None = None
@@ -261,9 +265,9 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
     def follow_rank(self) -> None:
         """Let the framework know the present rank of this replica, which says who writes files and logs."""
         trainer = self._trainer
-        rank, is_main = self.elastic.rank, self.elastic.is_main
+        index, is_main = index_of_process(self.elastic, self._sharding), self.elastic.is_main
         for state in (trainer.args.distributed_state, trainer.accelerator.state):
-            state.process_index = state.local_process_index = rank
+            state.process_index = state.local_process_index = index
         trainer.state.is_world_process_zero = trainer.state.is_local_process_zero = is_main
         if is_main and self._was_main is False:
             # Progress bars begin on a replica that has become the one which shows them.
@@ -271,6 +275,12 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
                 if isinstance(callback, ProgressCallback):
                     callback.on_train_begin(trainer.args, trainer.state, trainer.control)
         self._was_main = is_main
+
+    @property
+    def processes(self) -> int:
+        """The processes of all replicas."""
+        own = 1 if self._sharding is None else self.elastic.mesh.size()
+        return self.elastic.replicas * own
 
     def synchronize(self) -> None:
         """Add up over the replicas what each has counted since the last call, on all of them alike."""

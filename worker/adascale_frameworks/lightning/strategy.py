@@ -46,6 +46,7 @@ from adascale_frameworks.lightning.refusals import (
     split_schedulers,
 )
 from adascale_frameworks.lightning.states import LightningStates
+from adascale_frameworks.sharding import Sharding, index_of_process, whole
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.trainer import ElasticTrainer, ReentryState
 
@@ -59,6 +60,7 @@ _FITTING = "fit"
 Package = Literal["lightning.pytorch", "pytorch_lightning"]
 
 PACKAGES: tuple[Package, ...] = ("lightning.pytorch", "pytorch_lightning")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OF_MODULE = ("named_children", "named_modules", "get_submodule", "state_dict", "load_state_dict")
 """Methods that a `TrainingStep` has of the program's module."""
 
@@ -91,7 +93,8 @@ class TrainingStep(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.training_step: Any = module.training_step
-        for name in _OF_MODULE:
+        sharded = [name for name in ("set_requires_gradient_sync",) if hasattr(module, name)]
+        for name in (*_OF_MODULE, *sharded):
             setattr(self, name, getattr(module, name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +120,8 @@ class ElasticStrategy(Strategy):
             `accumulate_grad_batches`.
         checkpoint_dir: folder or URL of the checkpoints from which the job resumes. None: nothing is saved
             besides what Lightning's callbacks save.
+        fsdp: an `FSDPStrategy` of Lightning, by whose settings `fully_shard` shards the module over the
+            processes of a replica (processesPerReplica). None: each process has the whole module.
         package: the package of the Trainer, if the program imports both.
         options: other arguments of `ElasticTrainer`, such as `seed` or `checkpoint_interval`; `train_samples`
             is used in place of `max_steps` and `max_epochs`. And of `ElasticTrainer.dataloader`: `order`, in
@@ -142,6 +147,7 @@ class ElasticStrategy(Strategy):
         *,
         batch_size: int | None = None,
         checkpoint_dir: str | Path | None = None,
+        fsdp: Strategy | None = None,
         package: Package | None = None,
         **options: Any,
     ) -> None:
@@ -149,6 +155,12 @@ class ElasticStrategy(Strategy):
         self.package = import_package(package).__name__
         bounds = {"max_batch_size": max_batch_size, "local_bsz_bounds": local_bsz_bounds}
         self._batch_size = batch_size
+        if fsdp is not None and type(fsdp).__name__ != "FSDPStrategy":
+            raise WorkerError(
+                f"ElasticStrategy got fsdp={fsdp!r}: pass an FSDPStrategy of {self.package}.strategies"
+            )
+        self._fsdp: Any = fsdp
+        self._sharding: Sharding | None = None  # before the module is sharded
         self._options: dict[str, Any] = {**bounds, "checkpoint_dir": checkpoint_dir, **options}
         self._data_options = take_data_options(self._options)
         environments = import_module(f"{self.package}.plugins.environments")
@@ -182,8 +194,8 @@ class ElasticStrategy(Strategy):
 
     @property
     def global_rank(self) -> int:
-        """The index of this replica. It may change between two steps."""
-        return 0 if self._elastic is None else self._elastic.rank
+        """The index of this process among those of all replicas. It may change between two steps."""
+        return 0 if self._elastic is None else index_of_process(self._elastic, self._sharding)
 
     local_rank = node_rank = 0
     world_size = num_processes = 1
@@ -195,6 +207,12 @@ class ElasticStrategy(Strategy):
     """So `self.log(..., sync_dist=True)` has an effect."""
     handles_gradient_accumulation = True
     """So `optimizer_step` is called for each micro-batch."""
+
+    @property
+    def _processes(self) -> int:
+        """The processes of all replicas."""
+        own = 1 if self._sharding is None else self.elastic_trainer.mesh.size()
+        return self.elastic_trainer.replicas * own
 
     @property
     def is_global_zero(self) -> bool:
@@ -495,15 +513,18 @@ class ElasticStrategy(Strategy):
         self._add_up_epoch(elastic)
 
     def _add_up_epoch(self, elastic: ElasticTrainer) -> None:
-        """Replace what was logged in the epoch with sync_dist=True by the sums over all replicas."""
+        """Replace what was logged in the epoch with sync_dist=True by the sums over all processes."""
         logged = [each for each in logged_sums(self._trainer._results) if each[1].meta.sync.should]
-        if elastic.replicas == 1 or not logged:
+        if self._processes == 1 or not logged:
             return
         # Not a collective call: a replica that has just joined may have logged nothing, or be ahead.
         evaluation = elastic.evaluation(
             [0] * elastic.replicas, batch_size=1, model=torch.nn.Identity().eval()
         )
         sums = take_sums(logged)
+        if self._sharding is not None:
+            for each in sums.values():
+                torch.distributed.all_reduce(each)  # of the processes of this replica
         for _ in evaluation:
             evaluation.add(**sums)
             sums = {}
@@ -548,7 +569,7 @@ class ElasticStrategy(Strategy):
     # -- communication ------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean or the sum of a tensor over the replicas, if it is logged in a training step.
+        """Return the mean or the sum of a tensor over all processes, if it is logged in a training step.
 
         Elsewhere the sums are those of all replicas already, or a replica that joins would be alone.
         """
@@ -558,7 +579,7 @@ class ElasticStrategy(Strategy):
         elastic = self.elastic_trainer
         mean = elastic.mean_over_replicas(tensor)
         if str(reduce_op).rpartition(".")[2].lower() in ("sum", "redoptype.sum"):
-            return mean * elastic.replicas
+            return mean * self._processes
         return mean
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -572,10 +593,11 @@ class ElasticStrategy(Strategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all replicas."""
         del group
-        if sync_grads or not self._is_in_step:
+        if sync_grads or not self._is_in_step or self._sharding is not None:
             raise WorkerError(
-                "all_gather of Lightning was called with sync_grads=True, or outside of training_step, where "
-                "a replica that joins is alone: call it in training_step, or torch.distributed.all_gather"
+                "all_gather of Lightning was called with sync_grads=True, with a sharded module, or outside "
+                "of training_step, where a replica that joins is alone: call it in training_step, or "
+                "torch.distributed.all_gather"
             )
         gathered = [torch.empty_like(tensor) for _ in range(self.elastic_trainer.replicas)]
         torch.distributed.all_gather(gathered, tensor.contiguous())
@@ -584,9 +606,25 @@ class ElasticStrategy(Strategy):
     # -- files --------------------------------------------------------------------------------------------
 
     def model_to_device(self) -> None:
-        """Move the module to the device of this replica."""
+        """Move the module to the device of this process, or shard it."""
         assert self.model is not None
-        self.model.to(self.root_device)
+        if self._fsdp is None or self._elastic is None:
+            self.model.to(self.root_device)
+            return
+        plugin = import_module(f"{self.package}.plugins.precision.fsdp").FSDPPrecision
+        self._fsdp.precision_plugin = plugin(self._trainer.precision)
+        self._sharding = Sharding.of_strategy(self._fsdp)
+        self._sharding.apply(self.model, self._elastic, methods=_STEPS)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the module, whole also if it is sharded, on rank 0."""
+        state = super().lightning_module_state_dict()
+        return state if self._sharding is None else whole(self.elastic_trainer, state)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer, whole also if it is sharded, on rank 0."""
+        state = super().optimizer_state(optimizer)
+        return state if self._sharding is None else whole(self.elastic_trainer, state)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file for an evaluation."""

@@ -504,14 +504,14 @@ class EvaluationSequence(Context):
         self.group.announce(TRAINS, place)
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums of numbers of all replicas at the same place of the program, the same on all.
+        """Return the sums of numbers of all processes at the same place of the program, the same on all.
 
         A replica that is lost, or at another place, takes no part.
         """
         exchange = self.next()
+        numbers = self.group.own.sum(list(map(float, values.values())))
         if not exchange.others:
-            return {name: float(value) for name, value in values.items()}
-        numbers = list(map(float, values.values()))
+            return dict(zip(values, numbers, strict=True))
         exchange.post(_NUMBERS, numbers)
         self._sums.append(exchange)
         while len(self._sums) > 2:
@@ -528,15 +528,19 @@ class EvaluationSequence(Context):
 
 
 def average(training: Context, tensor: torch.Tensor) -> bool:
-    """Replace a tensor by its mean over the replicas, and return whether that was possible.
+    """Replace a tensor by its mean over all processes, and return whether that was possible.
 
     If a replica is lost, the step that the program works on is discarded. In a discarded step nothing is
     exchanged, because the other replicas do not communicate any more.
     """
-    if training.group.has_failed or training.failure.is_discarded:
+    group = training.group
+    if group.processes > 1:
+        group.add_shards(tensor)
+        tensor.div_(group.processes)
+    if group.has_failed or training.failure.is_discarded:
         return False
     try:
-        training.group.average(tensor)
+        group.average(tensor)
     except PeersLostError:
         if training.loop.trains:
             training.failure.discard()
