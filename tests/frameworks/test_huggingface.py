@@ -25,6 +25,7 @@ from transformers import (
 from adascale.huggingface import elastic
 from adascale_core.batch.plans import InvalidBoundsError
 from adascale_core.errors import InvalidJobError
+from adascale_core.names import ENV_CHECKPOINT_DIR
 from adascale_worker.errors import DatasetError, UnsupportedOptimizerError, WorkerError
 from frameworks.huggingface_problem import (
     VOCABULARY,
@@ -141,6 +142,36 @@ def test_the_weights_and_the_logs_are_those_of_the_plain_trainer(
     folders = [sorted(path.name for path in (tmp_path / name).glob("*/*")) for name in ("plain", "elastic")]
     assert folders[0] == folders[1]
     assert all(hasattr(plain, name) for name in ("_globalstep_last_logged", "current_flos"))
+
+
+def test_another_training_of_the_same_trainer_goes_on_with_its_model_and_optimizer(
+    make_elastic: MakeElastic, tmp_path: Path
+) -> None:
+    """Also with the folder of the one before, for more steps."""
+
+    def make(name: str) -> Trainer:
+        chosen = sequential(tmp_path / name, max_steps=6, save_strategy="steps", save_steps=3)
+        return Trainer(language_model(), chosen, train_dataset=Texts(24))
+
+    plain, ours = make("plain"), make_elastic(make("elastic"), checkpoint_dir=tmp_path / "job")
+    for steps, again in ((6, None), (3, None), (8, True)):
+        for trainer in (plain, ours):
+            trainer.args.max_steps = steps
+            trainer.train(again)
+        require_equal(weights_of(plain.model), weights_of(ours.model))
+        require_same_history(plain, ours)
+        assert ours.state.global_step == ours.elastic.steps == steps
+
+
+def test_another_training_in_a_job_is_refused(
+    make_elastic: MakeElastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_CHECKPOINT_DIR, str(tmp_path / "job"))
+    chosen = arguments(tmp_path, max_steps=2)
+    ours = make_elastic(Trainer(language_model(), chosen, train_dataset=Texts(24)))
+    ours.train()
+    with pytest.raises(WorkerError, match=r"train\(\) was called again, in a job .*: use a job for each"):
+        ours.train()
 
 
 def test_the_data_may_be_a_stream_which_is_begun_again(train_both: TrainBoth, tmp_path: Path) -> None:
@@ -653,9 +684,6 @@ def test_wrong_uses_are_refused(make_elastic: MakeElastic, tmp_path: Path) -> No
         another.train(resume_from_checkpoint="a")
     with pytest.raises(WorkerError, match="hyperparameter_search"):
         made.train(None, {"lr": 1.0})
-    made.train()
-    with pytest.raises(WorkerError, match=r"train\(\) was called before"):
-        made.train()
 
 
 def test_an_optimizer_without_a_rule_is_refused(make_elastic: MakeElastic, tmp_path: Path) -> None:

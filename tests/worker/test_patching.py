@@ -167,3 +167,27 @@ def test_a_model_can_be_exported_while_it_trains(make_trainer: MakeTrainer, one:
     traced = torch.jit.trace(model, inputs)
     assert torch.equal(traced(inputs), model(inputs))
     learn(model, inputs, torch.tensor([0, 1, 0]))
+
+
+def test_a_trainer_that_is_closed_leaves_the_objects_to_another_one(make_trainer: MakeTrainer) -> None:
+    """Closed in the middle of a step. Copies have none of its methods and hooks, and train alike."""
+    first = make_trainer(**ACCUMULATING)
+    program: Any = enter(lambda **_: first)
+    first.close()
+    twin = copy.deepcopy(program[0])
+    copied = sgd(twin)
+    copies: Any = twin, copied, StepLR(copied, step_size=1)
+    for original, copy_of_it in zip(program[1:], copies[1:], strict=True):
+        copy_of_it.load_state_dict(original.state_dict())
+    for model, optimizer, scheduler in (program, copies):
+        trainer = make_trainer(**ACCUMULATING)
+        trainer.program_reentry(model, optimizer, scheduler)
+        for _, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            learn(model, x, y)
+            optimizer.step()
+            scheduler.step()
+        assert trainer.steps > 1
+        trainer.close()
+    for left, right in zip(program[0].parameters(), copies[0].parameters(), strict=True):
+        assert torch.equal(left, right)

@@ -843,9 +843,10 @@ class ElasticTrainer:
         training.finish(reason)
 
     def close(self) -> None:
-        """Post outstanding reports, destroy the process group, and restore signal handlers and excepthook.
+        """Post outstanding reports, destroy the process group, and restore what the trainer has replaced.
 
-        At the end of the process this is not needed. May be called again.
+        That is: methods of the program's objects, which another trainer may then take, signal handlers and
+        `sys.excepthook`. At the end of the process this is not needed. May be called again.
         """
         replica = self._replica
         self._stop_writing()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -85,19 +85,26 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
     _elastic_data: dict[str, Any]
     _elastic_batch_size: int
     _elastic_sharding: Sharding | None
+    _elastic_make: Callable[[int], tuple[ElasticTrainer, int]] | None
+    _elastic_trainings = 1
     optimizer: Any
     preprocess_logits_for_metrics: Any
 
     # -- training ---------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args_: Any, **kwargs: Any) -> Any:
-        """Train, or go on with training where the other replicas or the job's last checkpoint are.
+        """Train, or go on where the other replicas or the job's last checkpoint are, as `Trainer.train`.
 
-        The arguments and the result are those of `Trainer.train`. A job without any state begins with that of
-        `resume_from_checkpoint`, a folder of a Trainer.
+        A job without any state begins with that of `resume_from_checkpoint`, a folder of a Trainer. Outside
+        of a job it may be called again, for another training with the same model.
         """
         require_supported(self)
-        require_trainable(self._elastic_run, trial)
+        if trial is not None:
+            raise WorkerError(
+                "elastic() does not support hyperparameter_search: make a Trainer and a job for each trial"
+            )
+        if self._elastic_run.is_entered:
+            begin_again(self)
         args, run, folder = self.args, self._elastic_run, resume_from_checkpoint or None
         if folder is True:
             folder = last_complete_folder(args.output_dir)
@@ -432,17 +439,20 @@ def last_complete_folder(output: str) -> str | None:
     return steps[max(steps)] if steps else None
 
 
-def require_trainable(run: TrainingRun, trial: Any) -> None:
-    """Check the arguments of `train`."""
-    if trial is not None:
+def begin_again(trainer: Any) -> None:
+    """Let a trainer train once more, with another elastic trainer."""
+    make: Callable[[int], tuple[ElasticTrainer, int]] | None = trainer._elastic_make
+    if make is None or trainer._elastic_sharding is not None:
         raise WorkerError(
-            "elastic() does not support hyperparameter_search: make a Trainer and a job for each trial"
+            "train() was called again, in a job or with a sharded model, of which a replica that joins could "
+            "not know how far it is: use a job for each training, or one train() with all its steps"
         )
-    if run.is_entered:
-        raise WorkerError(
-            "train() was called before: an elastic Trainer trains once. Make another Trainer and another job "
-            "for another training"
-        )
+    trainer.elastic.close()
+    trainer._elastic_trainings += 1
+    trainer.elastic, trainer._elastic_batch_size = make(trainer._elastic_trainings)
+    run = TrainingRun(trainer, trainer.elastic, trainer._elastic_run.hyperparameters, None)
+    trainer._elastic_run = trainer.callback_handler = run
+    run.follow_rank()
 
 
 def elastic(
@@ -499,8 +509,20 @@ def elastic(
         )
     data = take_data_options(options)
     sharding = sharding_of(trainer, deepspeed)
-    made, batch_size = _make_elastic_trainer(trainer, batch_size, options)
-    _run_as_one_process(trainer)
+    is_job = ENV_AGENT_SOCKET in os.environ or environment.read_job_settings(os.environ).checkpoint_dir
+    made, used = _make_elastic_trainer(trainer, batch_size, options)
+    launcher = _run_as_one_process(trainer)
+
+    def make_again(number: int) -> tuple[ElasticTrainer, int]:
+        """Make the elastic trainer of the training with this number, from 1."""
+        folder = options.get("checkpoint_dir")
+        again = {**options, "checkpoint_dir": folder and f"{folder}/training-{number}"}
+        os.environ.update(launcher)
+        try:
+            return _make_elastic_trainer(trainer, batch_size, again)
+        finally:
+            hide_launcher(os.environ)
+
     run = TrainingRun(trainer, made, hyperparameters, sharding)
     own = type(trainer)
     trainer.__class__ = type(f"Elastic{own.__name__}", (ElasticMixin, own), {"__module__": own.__module__})
@@ -508,7 +530,8 @@ def elastic(
         elastic=made,
         _elastic_run=run,
         _elastic_data=data,
-        _elastic_batch_size=batch_size,
+        _elastic_batch_size=used,
+        _elastic_make=None if is_job else make_again,
         _elastic_sharding=sharding,
         callback_handler=run,
     )
@@ -569,15 +592,19 @@ def _make_elastic_trainer(
     return made, used
 
 
-def _run_as_one_process(trainer: Trainer) -> None:
-    """Let the framework believe that it runs alone: the elastic trainer knows the other replicas."""
+def _run_as_one_process(trainer: Trainer) -> dict[str, str]:
+    """Let the framework believe that it runs alone, and return the launcher's variables.
+
+    The elastic trainer knows the other replicas.
+    """
     args = trainer.args
-    launched = bool(hide_launcher(os.environ))
+    launcher = hide_launcher(os.environ)
     # It uses one of the GPUs that this process sees, as for a model on several.
     args._n_gpu = min(1, args.n_gpu)
-    if launched:
+    if launcher:
         # `TrainingArguments` has looked for other processes, and has found them.
         AcceleratorState._reset_state(reset_partial_state=True)
         args.distributed_state = PartialState(cpu=args.use_cpu)
         args.distributed_state.device = args.device
         trainer.create_accelerator_and_postprocess()
+    return launcher

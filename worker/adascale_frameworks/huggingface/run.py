@@ -120,7 +120,7 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
         self.__dict__.update(vars(trainer.callback_handler))
         super().__init__(elastic)
         self._trainer = trainer
-        self._hyperparameters = hyperparameters
+        self.hyperparameters = hyperparameters
         self._sharding = sharding
         self.losses = LossSums()
         self.data: TrainingLoader | None = None  # None before `train`
@@ -159,7 +159,7 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
             optimizer,
             trainer.lr_scheduler,
             register=register,
-            hyperparameters=self._hyperparameters,
+            hyperparameters=self.hyperparameters,
             begin_at=self._begin_at(),
         )
         if self.missing is not None and not state.restored:

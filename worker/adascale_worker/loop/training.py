@@ -46,7 +46,7 @@ from adascale_worker.process.device import DeviceClock, find_fault
 from adascale_worker.process.user_code import calling_line, warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.parts import Optimizers, ProgramParts, refuse_other_training, require_sharded
-from adascale_worker.program.patching import LearningRates, patch_scheduler
+from adascale_worker.program.patching import LearningRates, patch_scheduler, restoring_methods
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
@@ -112,6 +112,10 @@ class Training(Context):
         if group.has_mesh:
             _require_sharded(group, parts, scaler)
         self.parts, self.loop = parts, ProgramLoop()
+        self._undo = ExitStack()
+        """Undoes what affects the whole process, and the program's objects."""
+        owners = [*parts.models, *parts.optimizers.values(), *parts.schedulers.values()]
+        self._undo.callback(restoring_methods([*owners, *([] if scaler is None else [scaler])]))
         self._make_program(registered, hyperparameters, scaler)
         self._make_gradients()
         is_saved = self.checkpointing.enabled or group.is_elastic
@@ -136,8 +140,6 @@ class Training(Context):
         self.steps = Steps(self)
         for module in (self.failures, self.generations, self.evaluations):
             module.complete(self)
-        self._undo = ExitStack()
-        """Undoes what affects the whole process."""
 
     def _make_program(
         self,
@@ -290,9 +292,13 @@ class Training(Context):
         self.generations.close()
 
     def close(self) -> None:
-        """Undo what affects the whole process."""
+        """Undo what affects the whole process, and the program's objects."""
         self.feed.close()
         self.failures.stop()
+        for part in self.accumulation.parts:
+            part.exchange.forget()
+        for adascale in self.optimizer.parts.values():
+            adascale.statistics.stop()
         self._undo.close()
 
     # -- batches ------------------------------------------------------------------------------------------

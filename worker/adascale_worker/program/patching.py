@@ -207,6 +207,27 @@ class MethodOverride:
         return self.original.__reduce__()
 
 
+_REPLACED = (
+    *("forward", "_compiled_call_impl", "zero_grad"),  # of models
+    *("step", "add_param_group", "step_update", "state_dict"),  # of optimizers and schedulers
+    *("unscale_", "update"),  # of scalers
+)
+
+
+def restoring_methods(objects: Iterable[object]) -> Callable[[], None]:
+    """Return a function that gives objects the methods that they have now, in place of overrides."""
+    own = [(vars(each), {name: vars(each).get(name) for name in _REPLACED}) for each in objects]
+
+    def restore() -> None:
+        for attributes, methods in own:
+            for name, method in methods.items():
+                attributes.pop(name, None)
+                if method is not None:
+                    attributes[name] = method
+
+    return restore
+
+
 def is_traced() -> bool:
     """Whether a model is called to export it, so that its forward pass trains nothing."""
     return torch.compiler.is_exporting() or bool(
