@@ -33,6 +33,7 @@ from adascale_worker.program.program_loop import ProgramPlace
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.tree import Tree
+from adascale_worker.torch_private.modules import buffers_of
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
@@ -83,8 +84,7 @@ class StepUndo:
         # count what `.data` changes.
         self._buffers = [
             (module, name, buffer, buffer.detach().clone())
-            for module in self._model.modules()
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+            for module, name, buffer in buffers_of(self._model)
         ]
 
     def forget(self) -> None:
@@ -325,11 +325,12 @@ class Steps(Context):
             self.program.trained.agree(self.progress.step)
         else:
             self.times.begin_step()
-        buffers = list(self.parts.model.buffers())
-        if buffers and group.replicas > 1 and not group.has_mesh:
-            self.times.suspend()
-            group.copy_from_rank_0(buffers)
-            self.times.resume()
+        if group.replicas > 1 and not group.has_mesh:
+            buffers = list(dict.fromkeys(buffer for _, _, buffer in buffers_of(self.parts.model)))
+            if buffers:
+                self.times.suspend()
+                group.copy_from_rank_0(buffers)
+                self.times.resume()
         if group.is_elastic or group.replicas == 1:
             self.undo.begin_step()
 
