@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,25 @@ def test_weights_are_those_of_the_plain_framework_bit_for_bit(
     elastic = train(make(mixed_precision=precision), make_optimizer)
     assert equal(parameters_of(elastic[0]), parameters_of(plain[0]))
     assert elastic[1] == plain[1]
+
+
+def test_batches_that_are_requested_together_are_refused_and_several_losses_are_not(make: Make) -> None:
+    """Backward passes for the batches before would count as those of the last one."""
+
+    def train_one(accelerator: Any, taken: int, losses: int) -> None:
+        model, optimizer, batches = prepared(accelerator)
+        for _ in accelerator.epochs(1):
+            iterator = iter(batches)
+            while parts := list(islice(iterator, taken)):
+                for _, x, y in parts[-1:] if losses > 1 else parts:
+                    for _ in range(losses):
+                        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train_one(make(), 1, 2)
+    with pytest.raises(WorkerError, match=r"backward\(\) was called again .* after 2 batches .*weighted"):
+        train_one(make(), 3, 1)
 
 
 def test_the_data_may_be_a_stream(make: Make) -> None:

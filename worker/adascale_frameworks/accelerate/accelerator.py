@@ -202,6 +202,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Whether the program works on a batch of a training loader."""
         self._has_stepped = False
         """Whether `optimizer.step()` was called for that batch."""
+        self._passes, self._left_out = 1, 0
+        """Calls of `backward` for the present batch, and batches without one before it."""
+        self._has_several_passes = False
+        """Whether a batch, without others before it that were left out, has had several of them."""
         self._evaluation: Evaluation | None = None
         self._tracker_arguments: tuple[Any, ...] | None = None
         self._is_alone = False
@@ -363,7 +367,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._has_entered:
             raise WorkerError(
                 f"accelerator.{what} after training has begun, with accelerator.epochs() or the first "
-                "evaluation: the state of a job has the same parts from its beginning. Do it before"
+                "evaluation: the state of a job has the same parts from its beginning. Do it before, and in "
+                "place of find_executable_batch_size pass local_bsz_bounds=(1, 'auto')"
             )
 
     def _enter(self) -> None:
@@ -484,6 +489,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             for batch in self.trainer.dataloader(loader.dataset, **loader.options):
                 self._follow_replicas()
                 self._trains, self._has_stepped = True, False
+                self._left_out = 0 if self._passes else self._left_out + 1
+                self._passes = 0
                 self.gradient_state.sync_gradients = self.trainer.completes_step
                 yield self._placed(batch, loader)
                 self._trains = False
@@ -560,6 +567,15 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "evaluation mode, in which a prepared loader divides its data set for evaluation. Call "
                 "model.train() before the training loop"
             )
+        self._passes += 1
+        if self._passes > 1 and self._left_out and not self._has_several_passes:
+            raise WorkerError(
+                f"accelerator.backward() was called again for a batch, after {self._left_out} batches for "
+                "which it was not called: each batch is a part of a step, whose gradients the trainer adds "
+                "up. Call it once for each batch, after which the loop requests the next one, and use "
+                "accelerator.trainer.weighted for a mean over valid tokens"
+            )
+        self._has_several_passes |= self._passes > 1
         (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
 
     @contextmanager

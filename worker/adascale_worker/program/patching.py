@@ -33,7 +33,12 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.torch_private.autograd import version_of
-from adascale_worker.torch_private.modules import has_scheduler, last_milestone, schedulers_in
+from adascale_worker.torch_private.modules import (
+    COMPILED_CALL,
+    has_scheduler,
+    last_milestone,
+    schedulers_in,
+)
 
 
 class LearningRates:
@@ -208,7 +213,7 @@ class MethodOverride:
 
 
 _REPLACED = (
-    *("forward", "_compiled_call_impl", "zero_grad"),  # of models
+    *("forward", COMPILED_CALL, "zero_grad"),  # of models
     *("step", "add_param_group", "step_update", "state_dict"),  # of optimizers and schedulers
     *("unscale_", "update"),  # of scalers
 )

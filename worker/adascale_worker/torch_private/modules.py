@@ -50,12 +50,13 @@ def buffers_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, T
                 modules.append(child)
 
 
-_COMPILED_CALL = "_compiled_call_impl"
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute of a model in which `model.compile()` keeps what `model(...)` calls."""
 
 
 def call_of(model: torch.nn.Module) -> Callable[..., Any]:
     """Return what `model(...)` calls: `forward`, or its compiled form after `model.compile()`."""
-    compiled: Callable[..., Any] | None = private_part(model, _COMPILED_CALL)
+    compiled: Callable[..., Any] | None = private_part(model, COMPILED_CALL)
     return model.forward if compiled is None else compiled
 
 
@@ -64,8 +65,8 @@ def override_call(model: torch.nn.Module, call: Callable[..., Any]) -> None:
 
     A replaced `forward` of a model after `model.compile()` would be compiled together with what replaces it.
     """
-    compiled = private_part(model, _COMPILED_CALL)
-    name = "forward" if compiled is None else _COMPILED_CALL
+    compiled = private_part(model, COMPILED_CALL)
+    name = "forward" if compiled is None else COMPILED_CALL
     setattr(model, name, call)
 
 
