@@ -108,18 +108,22 @@ class Journal:
         return digest
 
 
-def torchrun(replicas: int) -> list[str]:
+def torchrun(replicas: int, python: Sequence[str] = PYTHON) -> list[str]:
     """Return the beginning of a command that starts a program as `torchrun` does, its processes included.
 
     The rendezvous is the static one: that of `--standalone` takes a second of the processor to log its calls.
     """
     address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    launcher = [*PYTHON, "-m", "torch.distributed.run", *address, f"--nproc-per-node={replicas}"]
-    return [*launcher, "--no-python", *PYTHON]
+    launcher = [*python, "-m", "torch.distributed.run", *address, f"--nproc-per-node={replicas}"]
+    return [*launcher, "--no-python", *python]
 
 
 def run_program(
-    *arguments: object, replicas: int = 0, timeout: float = 110, **environ: object
+    *arguments: object,
+    replicas: int = 0,
+    timeout: float = 110,
+    python: Sequence[str] = PYTHON,
+    **environ: object,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program until it ends.
 
@@ -127,10 +131,11 @@ def run_program(
         arguments: the program and its arguments.
         replicas: how many processes `torchrun` starts; 0 to start one process without it.
         timeout: in seconds.
+        python: the beginning of the command.
         environ: variables beside those of this process.
     """
     return subprocess.run(
-        [*(torchrun(replicas) if replicas else PYTHON), *map(str, arguments)],
+        [*(torchrun(replicas, python) if replicas else python), *map(str, arguments)],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -30,16 +30,19 @@ FOLDER = Path(__file__).parent
 
 
 class FastPython(Sequence[str]):
-    """The beginning of a command. The server is started when it is read first."""
+    """The beginning of a command. The server is started when it is read first, and imports more modules."""
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
 
     def __getitem__(self, index: int) -> str:  # type: ignore[override]
-        return _command()[index]
+        return _command(*self._modules)[index]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_command())
+        return iter(_command(*self._modules))
 
     def __len__(self) -> int:
-        return len(_command())
+        return len(_command(*self._modules))
 
 
 PYTHON = FastPython()
@@ -79,13 +82,13 @@ class Program:
 
 
 @cache
-def _command() -> tuple[str, ...]:
-    """Start the server. Returns the command that reaches it."""
+def _command(*modules: str) -> tuple[str, ...]:
+    """Start the server with these modules. Returns the command that reaches it."""
     folder = tempfile.TemporaryDirectory(prefix="fast-python-")
     address = f"{folder.name}/server"
     reading, writing = os.pipe()
     server = subprocess.Popen(
-        [sys.executable, "-m", "support.fast_python.server", address],
+        [sys.executable, "-m", "support.fast_python.server", address, *modules],
         cwd=FOLDER.parents[1],
         stdin=subprocess.DEVNULL,
         stdout=writing,

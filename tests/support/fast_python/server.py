@@ -1,8 +1,8 @@
 """Runs programs in processes that are forked from this one, which has torch imported.
 
-    python -m support.fast_python.server SOCKET
+    python -m support.fast_python.server SOCKET [MODULE ...]
 
-prints `ready` once it listens. Each connection is a program: see `command.py`.
+imports more modules, and prints `ready` once it listens. Each connection is a program: see `command.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import array
 import atexit
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -26,8 +27,8 @@ from typing import Any, NoReturn
 from support.fast_python.command import NUMBER_SIZE
 
 
-def import_what_programs_import() -> None:
-    """Import it, without anything that starts a thread."""
+def import_what_programs_import(modules: list[str]) -> None:
+    """Import it and more modules, without anything that starts a thread."""
     import torch
     import torch._dynamo
     import torch.distributed.run
@@ -36,6 +37,8 @@ def import_what_programs_import() -> None:
     import adascale_controller.cli  # noqa: F401
     import adascale_worker.trainer  # noqa: F401
 
+    for module in modules:
+        importlib.import_module(module)
     # No program looks through what is imported, or copies it, when it collects its garbage.
     gc.freeze()
 
@@ -194,7 +197,7 @@ def execute(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import_what_programs_import()
+    import_what_programs_import(sys.argv[2:])
     server = Server(sys.argv[1])
     print("ready", flush=True)
     server.serve()
