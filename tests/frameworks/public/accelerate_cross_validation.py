@@ -1,0 +1,55 @@
+"""Fine-tunes a BERT to classify texts, once for each of two folds of the data.
+
+After Accelerate's examples/by_feature/cross_validation.py.
+"""
+
+import torch
+
+# elastic instead: from adascale.accelerate import ElasticAccelerator as Accelerator
+from accelerate import Accelerator
+from sklearn.model_selection import StratifiedKFold
+from stand_ins import collate, text_classifier, tokenized
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, Subset
+from transformers import get_linear_schedule_with_warmup, set_seed
+
+num_epochs = 3
+# elastic instead: accelerator = Accelerator(batch_size=8, max_batch_size=32)
+accelerator = Accelerator()
+set_seed(42)
+data = tokenized(64)
+for train_ids, valid_ids in StratifiedKFold(n_splits=2).split(data, data["labels"]):
+    train_dataloader = DataLoader(Subset(data, train_ids), shuffle=True, collate_fn=collate, batch_size=8)
+    eval_dataloader = DataLoader(Subset(data, valid_ids), shuffle=False, collate_fn=collate, batch_size=8)
+    model = text_classifier().to(accelerator.device)
+    optimizer = AdamW(params=model.parameters(), lr=1e-2)
+    lr_scheduler = get_linear_schedule_with_warmup(
+        optimizer=optimizer, num_warmup_steps=10, num_training_steps=len(train_dataloader) * num_epochs
+    )
+    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
+        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
+    )
+
+    # elastic instead: for epoch in accelerator.epochs(num_epochs):
+    for epoch in range(num_epochs):
+        model.train()
+        for batch in train_dataloader:
+            batch.to(accelerator.device)
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+
+        model.eval()
+        correct = 0
+        for batch in eval_dataloader:
+            batch.to(accelerator.device)
+            with torch.no_grad():
+                outputs = model(**batch)
+            predictions = outputs.logits.argmax(dim=-1)
+            predictions, references = accelerator.gather_for_metrics((predictions, batch["labels"]))
+            correct += (predictions == references).sum().item()
+        accelerator.print(f"epoch {epoch}:", correct / len(valid_ids))
+    model, optimizer = accelerator.free_memory(model, optimizer)
+accelerator.end_training()

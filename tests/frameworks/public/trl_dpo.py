@@ -1,0 +1,48 @@
+"""Fine-tunes a language model with LoRA on preferences.
+
+After TRL's examples/scripts/dpo.py (trl/scripts/dpo.py).
+"""
+
+import os
+
+# elastic added: from adascale.huggingface import elastic
+from datasets import Dataset
+from peft import LoraConfig
+from stand_ins import language_model, record, text, tokenizer
+from transformers import set_seed
+from trl import DPOConfig, DPOTrainer
+
+set_seed(42)
+training_args = DPOConfig(
+    output_dir=os.environ["OUTPUT"],
+    per_device_train_batch_size=8,
+    num_train_epochs=3,
+    learning_rate=1e-2,
+    train_sampling_strategy="random",
+    report_to="none",
+    use_cpu=True,
+    eval_strategy="epoch",
+    logging_steps=5,
+    bf16=False,
+)
+dataset = Dataset.from_list(
+    [
+        {"prompt": text(n, 3), "chosen": " " + text(n + 1, 3), "rejected": " " + text(n + 2, 4)}
+        for n in range(80)
+    ]
+)
+peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+trainer = DPOTrainer(
+    model=language_model(),
+    args=training_args,
+    train_dataset=dataset.select(range(64)),
+    eval_dataset=dataset.select(range(64, 80)),
+    processing_class=tokenizer(),
+    peft_config=peft_config,
+)
+# elastic added: elastic(trainer, max_batch_size=32, local_bsz_bounds=(4, 16))
+trainer.train()
+trainer.accelerator.print("Training completed.")
+trainer.save_model(training_args.output_dir)
+trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
+record(trainer.model, loss=trainer.evaluate()["eval_loss"])
