@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.testing import assert_close
 
 from adascale_worker.errors import WorkerError
@@ -34,7 +36,7 @@ def network() -> nn.Module:
 def states(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield the files with states that a program has written, by name."""
     for path in sorted(folder.rglob("*")):
-        if path.suffix in (".pt", ".ckpt") or path.name == "optimizer.bin":
+        if (path.suffix in (".pt", ".ckpt") and path.stem != "best") or path.name == "optimizer.bin":
             state = torch.load(path, weights_only=False)
             yield (
                 str(path.relative_to(folder)),
@@ -48,10 +50,17 @@ def states(folder: Path) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("framework", "shards"), [("accelerate", "fsdp"), ("accelerate", "deepspeed"), ("lightning", "fsdp")]
+    ("framework", "shards", "processes"),
+    [
+        ("accelerate", "fsdp", 4),  # of a layer with two rows
+        ("accelerate", "deepspeed", 2),
+        ("lightning", "fsdp", 2),
+    ],
 )
-def test_sharded_replicas_train_as_the_plain_framework(tmp_path: Path, framework: str, shards: str) -> None:
-    """Two replicas of two processes: their losses, metrics and files are those of one plain process."""
+def test_sharded_replicas_train_as_the_plain_framework(
+    tmp_path: Path, framework: str, shards: str, processes: int
+) -> None:
+    """Four processes of one or two replicas: losses, metrics and files are those of one plain process."""
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
     run_python(PROGRAM, FRAMEWORK=framework, OUTPUT=plain)
     run_python(
@@ -60,7 +69,7 @@ def test_sharded_replicas_train_as_the_plain_framework(tmp_path: Path, framework
         FRAMEWORK=framework,
         OUTPUT=sharded,
         SHARDS=shards,
-        ADASCALE_PROCESSES_PER_REPLICA=2,
+        ADASCALE_PROCESSES_PER_REPLICA=processes,
     )
     expected = json.loads((plain / "result-0").read_text())
     for process in range(4):
@@ -77,10 +86,11 @@ def test_sharded_replicas_train_as_the_plain_framework(tmp_path: Path, framework
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (ZERO, (True, None, FP32, None)),
-        ({"zero_optimization": {"stage": 1}}, (False, None, FP32, None)),
+        (ZERO, (True, BF16, BF16, None)),
+        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}}, (False, None, FP32, None)),
         ({**ZERO, "bf16": {"enabled": True}, "gradient_clipping": 0.5}, (True, BF16, BF16, 0.5)),
         ({**ZERO, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}, (True, BF16, BF16, 2.0)),
+        ({**ZERO, "communication_data_type": "auto"}, (True, BF16, BF16, None)),
         (
             {**ZERO, "bf16": {"enabled": True}, "communication_data_type": "fp32", "steps_per_print": 9},
             (True, BF16, FP32, None),
@@ -93,6 +103,7 @@ def test_sharded_replicas_train_as_the_plain_framework(tmp_path: Path, framework
                     "overlap_comm": True,
                     "reduce_bucket_size": 5e8,
                 },
+                "bf16": {"enabled": False},
                 "fp16": {"enabled": False, "loss_scale": 0},
                 "train_batch_size": "auto",
             },
@@ -121,6 +132,9 @@ def test_a_deepspeed_configuration_becomes_that_of_fully_shard(
         ({}, r"zero_optimization.stage='None' .*: use 1, 2 or 3"),
         ({**ZERO, "optimizer": {"type": "AdamW"}}, r"optimizer=.*the program makes it"),
         ({**ZERO, "train_batch_size": 32}, r"train_batch_size=32 .* Use 'auto'"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage='auto'"),
+        ({"zero_optimization": {"stage": 3, "offload_param": True}}, "offload_param=True"),
+        ({**ZERO, "gradient_clipping": "x"}, "gradient_clipping='x'"),
         ({**ZERO, "fp16": {"enabled": True}}, r"fp16=True"),
         ({**ZERO, "communication_data_type": "fp16"}, "communication_data_type='fp16'"),
         ({**ZERO, "flops_profiler": {"enabled": True}}, r"flops_profiler=.*: leave it out"),
@@ -180,6 +194,7 @@ def test_what_the_plugin_of_accelerate_has_without_a_meaning_is_refused(
         ({"cpu_offload": True}, "cpu_offload=True"),
         ({"sharding_strategy": "NO_SHARD"}, "sharding_strategy='NO_SHARD' .*: use FULL_SHARD"),
         ({"ignored_modules": [nn.Linear(1, 1)]}, "ignored_modules="),
+        ({"auto_wrap_policy": CustomPolicy(lambda _: False)}, "CustomPolicy as auto_wrap_policy: pass a set"),
     ],
 )
 def test_what_the_strategy_of_lightning_has_without_a_meaning_is_refused(
@@ -204,8 +219,6 @@ def test_only_a_strategy_of_fsdp_says_how_a_module_is_sharded(no_job: None) -> N
 
 def test_a_part_with_a_parameter_of_others_is_not_sharded_alone() -> None:
     """As of an embedding that is the matrix of the head too."""
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-
     from adascale_frameworks.sharding import selected
 
     model: Any = network()
@@ -213,8 +226,56 @@ def test_a_part_with_a_parameter_of_others_is_not_sharded_alone() -> None:
     assert selected(model, None) == []
     assert selected(model, blocks) == [model["blocks"][1], model["blocks"][0]]
     assert len(selected(model, linears)) == 5
+    assert selected(model, lambda **_: True)[-1] is not model["blocks"], "a list has no forward pass"
     model["blocks"][0].first.weight = model["blocks"][1].first.weight
     assert selected(model, blocks) == []
     assert len(selected(model, linears)) == 3
     large = partial(size_based_auto_wrap_policy, min_num_params=20)
     assert selected(model, large) == [model["blocks"][1].second, model["blocks"][0].second]
+
+
+def test_trained_parameters_are_float32_outside_of_the_passes() -> None:
+    from adascale_frameworks.sharding import Sharding
+
+    model: Any = network().to(BF16)
+    model["head"].requires_grad_(False)
+    Sharding(upcasts=True).prepare(model)
+    types = {name.partition(".")[0]: each.dtype for name, each in model.named_parameters()}
+    assert types == {"blocks": FP32, "head": BF16}
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (torch.empty(2, device="meta"), "on the meta device"),
+        (torch.zeros(2, dtype=torch.int8), "of type torch.int8"),
+    ],
+)
+def test_a_parameter_that_cannot_be_sharded_is_refused(parameter: torch.Tensor, message: str) -> None:
+    from adascale_frameworks.sharding import Sharding
+
+    model = nn.Module()
+    model.weight = nn.Parameter(parameter, requires_grad=False)
+    with pytest.raises(WorkerError, match=f"the parameter weight is {message}"):
+        Sharding().prepare(model)
+
+
+def test_metrics_and_averages_that_lightning_keeps_itself_are_refused_with_a_sharded_module() -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+    from torchmetrics import SumMetric
+
+    from adascale_frameworks.lightning.refusals import require_shardable, require_tensors
+
+    results = _ResultCollection(training=False)
+    options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
+    results.log("validation_step", "loss", torch.tensor(1.0), **options)
+    require_tensors(results)
+    results.log("validation_step", "count", SumMetric(), **options)
+    with pytest.raises(WorkerError, match=r"self.log\('count', .*torchmetrics.Metric.*: log a mean"):
+        require_tensors(results)
+    module = SimpleNamespace(automatic_optimization=False)
+    with pytest.raises(WorkerError, match=r"EMAWeightAveraging is not supported .*: average"):
+        require_shardable(SimpleNamespace(callbacks=[EMAWeightAveraging()], lightning_module=module))
+    with pytest.raises(WorkerError, match="manual optimization is not supported"):
+        require_shardable(SimpleNamespace(callbacks=[], lightning_module=module))

@@ -31,7 +31,8 @@ Policy = Callable[..., bool]
 
 _ALL = "all parameters are sharded, and stay on the device of their process. Leave it out"
 _OF_PLUGIN = {
-    "fsdp_version": "pass fsdp_version=2; `accelerate to-fsdp2` changes a configuration file",
+    "fsdp_version": "pass fsdp_version=2, or {'version': 2} in fsdp_config; `accelerate to-fsdp2` changes a "
+    "configuration file",
     "cpu_offload": _ALL,
     "ignored_modules": _ALL,
     "param_init_fn": "make the model with its weights",
@@ -75,6 +76,7 @@ class Sharding:
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     recomputed: Policy | None = None  # whose activations are computed again in the backward pass
     max_norm: float | None = None  # to which the framework itself would clip gradients
+    upcasts: bool = False  # whether trained parameters are float32 outside of the passes
 
     def __post_init__(self) -> None:
         if torch.float16 in (self.precision.param_dtype, self.precision.reduce_dtype):
@@ -110,6 +112,7 @@ class Sharding:
             bool(plugin.reshard_after_forward),
             plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             units if plugin.activation_checkpointing else None,
+            upcasts=precision != "no",
         )
 
     @classmethod
@@ -127,33 +130,39 @@ class Sharding:
             return value
 
         def is_on(name: str) -> bool:
-            enabled = section(name).get("enabled", False)
+            value = section(name)
+            enabled = value.get("enabled", False) if value else "auto"
             return bool(auto.get(name) if enabled == "auto" else enabled)
 
-        zero = section("zero_optimization")
+        def given(name: str) -> Any:
+            """Return the value of a field that the program may decide."""
+            value = config.pop(name, None)
+            return auto.get(name) if value == "auto" else value
 
-        halves, max_norm = is_on("bf16"), config.pop("gradient_clipping", None)
-        reduce_type = config.pop("communication_data_type", None) or ("bf16" if halves else "fp32")
-        used = {
-            **{name: value for name, value in config.items() if name not in _WITHOUT_EFFECT},
-            **{f"zero_optimization.{n}": v for n, v in zero.items() if n not in _ZERO_WITHOUT_EFFECT},
+        zero, stage = section("zero_optimization"), None
+        halves, max_norm = is_on("bf16"), given("gradient_clipping")
+        reduce_type = given("communication_data_type") or ("bf16" if halves else "fp32")
+        used = {name: value for name, value in config.items() if name not in _WITHOUT_EFFECT}
+        for name, value in zero.items():
+            device = value.get("device") if isinstance(value, Mapping) else value
+            is_off = name.startswith("offload_") and device in (None, "none", False)
+            if name == "stage":
+                stage = value
+            elif name not in _ZERO_WITHOUT_EFFECT and not is_off:
+                used[f"zero_optimization.{name}"] = value
+        used = {name: value for name, value in used.items() if value != "auto"}
+        used |= {
             "fp16": is_on("fp16") or auto.get("fp16"),
             "communication_data_type": None if reduce_type in _TYPES else reduce_type,
+            "gradient_clipping": None if isinstance(max_norm, int | float | None) else max_norm,
+            "zero_optimization.stage": None if stage in (1, 2, 3) else str(stage),
         }
-        for name in ("offload_optimizer", "offload_param"):
-            if (zero.get(name) or {}).get("device", "none") == "none":
-                used.pop(f"zero_optimization.{name}", None)
-        if zero.get("stage") not in (1, 2, 3):
-            used["zero_optimization.stage"] = str(zero.get("stage"))
-        used = {name: value for name, value in used.items() if value != "auto"}
         ways = {**dict.fromkeys(used, "leave it out"), **_OF_DEEPSPEED}
         refuse("in the DeepSpeed configuration of an elastic job", used, ways)
         precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if halves else None, reduce_dtype=_TYPES[reduce_type]
         )
-        if max_norm == "auto":
-            max_norm = auto.get("gradient_clipping")
-        return cls(_blocks_of(model), zero["stage"] == 3, precision, max_norm=max_norm or None)
+        return cls(_blocks_of(model), stage == 3, precision, max_norm=max_norm or None, upcasts=halves)
 
     @classmethod
     def of_strategy(cls, strategy: Any) -> Sharding:
@@ -168,6 +177,12 @@ class Sharding:
         refuse("in FSDPStrategy with ElasticStrategy", settings, _OF_STRATEGY)
         precision, recomputed = strategy.mixed_precision_config, strategy._activation_checkpointing_kwargs
         check = recomputed.get("check_fn")
+        for name, policy in {"auto_wrap_policy": options.get("auto_wrap_policy"), **recomputed}.items():
+            if policy is not None and not callable(policy):
+                raise WorkerError(
+                    f"FSDPStrategy got a policy of type {type(policy).__name__} as {name}: pass a set of "
+                    "classes, or a function"
+                )
         return cls(
             options.get("auto_wrap_policy"),
             kind == "FULL_SHARD",
@@ -185,7 +200,9 @@ class Sharding:
     ) -> None:
         """Shard a model in place, and give optimizers its new parameters in place of those before."""
         if isinstance(model, FSDPModule):
+            model.to(elastic.device)  # A framework may have moved it.
             return
+        self.prepare(model)
         mesh: Any = elastic.mesh
         for module in selected(model, self.recomputed):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
@@ -198,6 +215,18 @@ class Sharding:
                 register_fsdp_forward_method(model, name)
         for each in model.modules():
             each.register_load_state_dict_pre_hook(_divide_loaded)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Check the parameters of a model, and use float32 for those that are trained, if requested."""
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta or not parameter.is_floating_point():
+                kind = "on the meta device" if parameter.is_meta else f"of type {parameter.dtype}"
+                raise WorkerError(
+                    f"the parameter {name} is {kind}, which fully_shard does not support here: load a model "
+                    "with its weights in each process, without quantization and cpu_ram_efficient_loading"
+                )
+            if self.upcasts and parameter.requires_grad:
+                parameter.data = parameter.data.float()
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -233,7 +262,8 @@ def selected(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
         own = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         size = sum(p.numel() for p in module.parameters() if id(p) not in taken)
         is_apart = all(count == uses[each] for each, count in own.items())
-        if own and is_apart and policy(module=module, recurse=False, nonwrapped_numel=size):
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # without a forward pass
+        if own and is_apart and not is_list and policy(module=module, recurse=False, nonwrapped_numel=size):
             selected.append(module)
             taken.update(own)
     return selected
@@ -248,10 +278,12 @@ def _without_parameters(model: nn.Module, optimizers: Iterable[torch.optim.Optim
     kept = [[names.get(id(each), each) for each in group["params"]] for group in groups]
     for group in groups:
         group["params"] = []
-    yield
-    sharded = dict(model.named_parameters())
-    for group, each in zip(groups, kept, strict=True):
-        group["params"] = [sharded[name] if isinstance(name, str) else name for name in each]
+    try:
+        yield
+    finally:
+        sharded = dict(model.named_parameters())
+        for group, each in zip(groups, kept, strict=True):
+            group["params"] = [sharded[name] if isinstance(name, str) else name for name in each]
 
 
 def _divided(value: Any, parameter: Any) -> Any:
@@ -265,6 +297,8 @@ def _divided(value: Any, parameter: Any) -> Any:
 
 
 def _divide_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if isinstance(module, FSDPModule):
+        module.reshard()  # After an evaluation it may have whole parameters.
     for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False):
         if name in state:
             state[name] = _divided(state[name], parameter)
@@ -285,12 +319,13 @@ def divide_loaded_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(divide)
 
 
-def whole(elastic: ElasticTrainer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with whole tensors on the host in place of shards, on rank 0; an empty one elsewhere.
+def whole(elastic: ElasticTrainer, owner: Any) -> dict[str, Any]:
+    """Return the state of a model or an optimizer, with whole tensors on the host in place of shards.
 
-    All processes of the replica of rank 0 call it. Tensors with one storage stay so.
+    All processes of the replica of rank 0 call it; on all but the first of them, it is empty. A parameter
+    with several names is one tensor.
     """
-    known: dict[tuple[int, torch.Size], Tensor] = {}
+    known: dict[int, Tensor] = {}
 
     def gather(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -298,18 +333,24 @@ def whole(elastic: ElasticTrainer, state: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, list):
             return [gather(each) for each in value]
         if not isinstance(value, DTensor):
-            return value
-        key = value.to_local().data_ptr(), value.shape
-        if key not in known:
-            tensor = value.full_tensor()
-            known[key] = tensor.cpu() if elastic.is_main else tensor.new_empty(0)
-        return known[key]
+            return value.detach() if isinstance(value, Tensor) else value
+        # By the object, which is the same on all processes: some may have no part of a tensor.
+        if id(value) not in known:
+            tensor = value.full_tensor().detach()
+            known[id(value)] = tensor.cpu() if elastic.is_main else tensor.new_empty(0)
+        return known[id(value)]
 
-    return gather(state) if elastic.rank == 0 else {}
+    if elastic.rank > 0:
+        return {}
+    # Without `keep_vars`, each name has a tensor of its own.
+    names = {"keep_vars": True} if isinstance(owner, nn.Module) else {}
+    state: dict[str, Any] = gather(owner.state_dict(**names))
+    return state if elastic.is_main else {}
 
 
-def index_of_process(elastic: ElasticTrainer, sharding: Sharding | None) -> int:
-    """Return the index of this process among those of all replicas."""
-    if sharding is None:
-        return elastic.rank
-    return elastic.rank * elastic.mesh.size() + elastic.mesh.get_local_rank()
+def place_of(elastic: ElasticTrainer, *, is_sharded: bool) -> tuple[int, int]:
+    """Return the index of this process among those of all replicas, and their number."""
+    if not is_sharded:
+        return elastic.rank, elastic.replicas
+    mesh = elastic.mesh
+    return elastic.rank * mesh.size() + mesh.get_local_rank(), elastic.replicas * mesh.size()

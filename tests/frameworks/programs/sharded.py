@@ -59,6 +59,7 @@ def accelerate() -> None:
         )
     else:
         accelerator = Accelerator()
+    (output / f"process-{accelerator.process_index}").touch(exist_ok=False)
     model: Any = network()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16)
@@ -77,6 +78,8 @@ def accelerate() -> None:
             optimizer.step()
             scheduler.step()
             losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        total = accelerator.reduce(torch.tensor(2**24 + 1), "sum")
+        assert total.item() == accelerator.num_processes * (2**24 + 1)
         index = torch.full((1 + accelerator.process_index,), accelerator.process_index)
         indices = accelerator.gather(accelerator.pad_across_processes(index, pad_index=9)).tolist()
         assert indices == [
@@ -114,10 +117,13 @@ def lightning() -> None:
         def training_step(self, batch: Any, _: int) -> Tensor:
             loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
             self.log("train", loss, sync_dist=True, on_step=True, on_epoch=True)
+            self.log("own", loss)
             return loss
 
         def validation_step(self, batch: Any, _: int) -> None:
-            self.log("val", nn.functional.cross_entropy(self.network(batch[0]), batch[1]))
+            found = self.network(batch[0])
+            self.log("val", nn.functional.cross_entropy(found, batch[1]))
+            self.log("right", (found.argmax(1) == batch[1]).float().mean())
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -129,18 +135,21 @@ def lightning() -> None:
             fsdp=FSDPStrategy(auto_wrap_policy=blocks, activation_checkpointing_policy=blocks)
         )
     saved = ModelCheckpoint(output, filename="{step}", save_top_k=-1)
+    # Its value, and the clock, differ from process to process.
+    best = ModelCheckpoint(output / "best", filename="best", monitor="own", every_n_train_steps=3)
     trainer = pl.Trainer(
         max_epochs=2,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
-        callbacks=[saved],
+        callbacks=[saved, best],
+        max_time={"days": 1},
         gradient_clip_val=0.5,
         strategy=strategy,
     )
     module = Module()
     trainer.fit(module, train, evaluated)
-    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    values = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "own"}
     before = trainer.validate(module, evaluated, ckpt_path=str(output / "step=8.ckpt"), weights_only=False)
     write(trainer.global_rank, **values, steps=int(trainer.global_step), before=before[0]["val"])
 

@@ -3,17 +3,19 @@
 Accelerate reads its rank and the number of processes once, when the process starts. Here they may change
 between two steps. So its states begin as those of a process that runs alone, which wraps no model, and get
 the present replicas when training has begun: its functions that communicate use torch's default process
-group, which is that of the replicas. The prepared objects are those of the program, which no public method
-adds to the lists from which `Accelerator` saves, and unscales gradients.
+group, which is that of the replicas, or with a sharded model that of the processes of one replica. The
+prepared objects are those of the program, which no public method adds to the lists from which `Accelerator`
+saves, and unscales gradients.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -28,6 +30,7 @@ from accelerate.utils import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     concatenate,
+    parse_flag_from_env,
     recursively_apply,
     send_to_device,
 )
@@ -42,7 +45,7 @@ from adascale_frameworks.common import (
     refuse,
     take_data_options,
 )
-from adascale_frameworks.sharding import Sharding, index_of_process, whole
+from adascale_frameworks.sharding import Sharding, place_of, whole
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.trainer import ElasticTrainer
@@ -81,15 +84,19 @@ def refuse_unsupported(arguments: Mapping[str, Any], environ: Mapping[str, str])
     refuse("by ElasticAccelerator", variables, _REFUSED_VARIABLES)
 
 
-def take_sharding(options: dict[str, Any], environ: MutableMapping[str, str]) -> Any:
+_SHARDING = {
+    "fsdp_plugin": ("ACCELERATE_USE_FSDP", FullyShardedDataParallelPlugin),
+    "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", DeepSpeedPlugin),
+}
+"""The arguments that shard a model, each with its variable in the environment."""
+
+
+def take_sharding(options: dict[str, Any]) -> Any:
     """Remove, and return, the plugin of FSDP or DeepSpeed that the program or `accelerate config` uses."""
     found = []
-    for name, variable, kind in (
-        ("fsdp_plugin", "ACCELERATE_USE_FSDP", FullyShardedDataParallelPlugin),
-        ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED", DeepSpeedPlugin),
-    ):
-        plugin, is_set = options.pop(name, None), environ.pop(variable, "").lower() in ("true", "1")
-        if plugin is not None or is_set:
+    for name, (variable, kind) in _SHARDING.items():
+        plugin = options.pop(name, None)
+        if plugin is not None or parse_flag_from_env(variable):
             found.append(plugin or kind())
     if len(found) > 1:
         raise WorkerError("ElasticAccelerator got FSDP and DeepSpeed: use one of them")
@@ -170,7 +177,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "an Accelerator was made before ElasticAccelerator in this process, and all of them share "
                 "their state: make one ElasticAccelerator, in place of the first Accelerator"
             )
-        self._plugin = take_sharding(options, os.environ)
+        self._plugin = take_sharding(options)
         """How the model is sharded; None for a whole model."""
         self._sharding: Sharding | None = None  # before the model is prepared
         self.trainer = ElasticTrainer(
@@ -180,15 +187,14 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             device="cpu" if options.get("cpu") else None,
             **arguments,
         )
-        hidden = hide_launcher(os.environ)
+        used = [variable for variable, _ in _SHARDING.values() if variable in os.environ]
+        hidden = hide_launcher(os.environ) | {name: os.environ.pop(name) for name in used}
         try:
             super().__init__(**{**options, "cpu": self.trainer.device.type == "cpu"})
         finally:
             os.environ.update(hidden)
         for state in _states():
             state.device = self.trainer.device
-        if self._plugin is not None:
-            self.native_amp = False  # The precision is that of the shards.
         self._known_processes: tuple[int, int] | None = None
         """The index and the number of processes that Accelerate knows."""
         self._trained_models: list[torch.nn.Module] = []
@@ -212,30 +218,31 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._follow_replicas()
 
     _optimizers: list[Any]
+    native_amp: bool
     _is_alone = True
     """Whether Accelerate runs as if alone, as until it is made."""
 
     # -- the replicas -----------------------------------------------------------------------------------
 
     def _follow_replicas(self) -> None:
-        """Let Accelerate know the rank and the number of replicas, which may change between two batches."""
+        """Let Accelerate know the index and number of processes, which may change between two batches."""
         if not self._is_alone:
-            index = index_of_process(self.trainer, self._sharding)
-            self._set_processes(index, self._processes if self._has_entered else 1)
+            index, processes = self._place
+            self._set_processes(index, processes if self._has_entered else 1)
 
     @property
-    def _processes(self) -> int:
-        """The processes of all replicas."""
-        return self.trainer.replicas * (1 if self._sharding is None else self.trainer.mesh.size())
+    def _place(self) -> tuple[int, int]:
+        """The index of this process, and the number of processes of all replicas."""
+        return place_of(self.trainer, is_sharded=self._plugin is not None)
 
-    def _set_processes(self, rank: int, processes: int) -> None:
-        if self._known_processes == (rank, processes):
+    def _set_processes(self, index: int, processes: int) -> None:
+        if self._known_processes == (index, processes):
             return
-        self._known_processes = rank, processes
+        self._known_processes = index, processes
         is_on_gpu = self.trainer.device.type == "cuda"
         together = DistributedType.MULTI_GPU if is_on_gpu else DistributedType.MULTI_CPU
         for state in _states():
-            state.num_processes, state.process_index, state.local_process_index = processes, rank, rank
+            state.num_processes, state.process_index, state.local_process_index = processes, index, index
             state.distributed_type = together if processes > 1 else DistributedType.NO
             state.backend = torch.distributed.get_backend() if processes > 1 else None
 
@@ -306,24 +313,34 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._plugin is not None and not evaluation_mode:
             self._shard(model)
             device_placement = False
-        with self._alone():
-            model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        uses_autocast = self.native_amp
+        # The precision of a sharded model is that of its shards.
+        self.native_amp = uses_autocast and (self._plugin is None or evaluation_mode)
+        try:
+            with self._alone():
+                model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        finally:
+            self.native_amp = uses_autocast
         return model if evaluation_mode else self._add(self._trained_models, model, "a model")
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare the objects of the program, see `Accelerator`. A model may be sharded in place."""
         self._preparing = [each for each in args if isinstance(each, torch.optim.Optimizer)]
-        return super().prepare(*args, device_placement=device_placement)
+        try:
+            return super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._preparing = []
 
     def _shard(self, model: torch.nn.Module) -> None:
         plugin = self._plugin
         if isinstance(plugin, DeepSpeedPlugin):
-            auto = {"bf16": self.mixed_precision == "bf16", "fp16": self.mixed_precision == "fp16"}
+            # What Accelerate fills in.
+            auto = {name: self.mixed_precision == name for name in ("bf16", "fp16")} | {
+                "gradient_clipping": 1.0
+            }
             config = {"gradient_clipping": plugin.gradient_clipping, **plugin.deepspeed_config}
-            if config["gradient_accumulation_steps"] == self.gradient_accumulation_steps:
+            if config.get("gradient_accumulation_steps") in (1, self.gradient_accumulation_steps):
                 del config["gradient_accumulation_steps"]
-            if auto["bf16"]:
-                config.setdefault("bf16", {"enabled": True})
             self._sharding = Sharding.of_deepspeed(config, model, **auto)
         else:
             self._sharding = Sharding.of_plugin(plugin, model, self.mixed_precision)
@@ -559,6 +576,12 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         is_complete = bool(self.gradient_state.sync_gradients)
         return self._trains and self._has_stepped and is_complete and not self.trainer.made_step
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+        """Clip gradients, and return their norm. With DeepSpeed, its configuration alone clips them."""
+        if isinstance(self._plugin, DeepSpeedPlugin):
+            max_norm = math.inf
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients. The loss is that of a whole batch, and is not divided by anything."""
         if self._evaluation is not None:
@@ -606,6 +629,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """
         if self._evaluation is None:
             self._follow_replicas()
+            if use_gather_object and self._sharding is not None:
+                raise WorkerError(
+                    "accelerator.gather_for_metrics() got objects outside of a loop over evaluation batches, "
+                    "and the model is sharded: pass tensors"
+                )
             return super().gather_for_metrics(input_data, use_gather_object)
         try:
             recursively_apply(lambda each: each, input_data, error_on_other_type=True)
@@ -630,7 +658,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if reduction not in functions:
             return tensor
         if evaluation is None:
-            stacked = recursively_apply(lambda each: self._of_all(each) * scale, tensor)
+            stacked = recursively_apply(self._of_all, tensor)
         else:
             stacked = self._gather_of(evaluation, recursively_apply(lambda each: each[None], tensor))
         # Zeros for what was gathered before, from a replica that was lost after it.
@@ -665,12 +693,12 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
         A collective call. Accelerate's own are those of the processes of a replica, if the model is sharded.
         """
-        count = self._processes if self._has_entered and not self._is_alone else 1
-        index = index_of_process(self.trainer, self._sharding) if count > 1 else 0
+        index, count = self._place if self._has_entered and not self._is_alone else (0, 1)
         every = torch.zeros((count, *tensor.shape), dtype=torch.float64, device=tensor.device)
         every[index] = tensor
         if count > 1:
             every = self.trainer.mean_over_replicas(every) * count
+            every[index] = tensor  # exactly, also if another replica was lost
         return (every if tensor.is_floating_point() else every.round()).to(tensor.dtype)
 
     def _gather_of(self, evaluation: Evaluation, value: Any) -> Any:
@@ -701,7 +729,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._sharding is not None:
             # All processes of the replica take part.
             parts: list[Any] = [*self._models, *self._optimizers]
-            states = {id(each): whole(self.trainer, each.state_dict()) for each in parts}
+            states = {id(each): whole(self.trainer, each) for each in parts}
         if not self.is_main_process:
             configuration.iteration += 1
             return None
@@ -723,7 +751,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._sharding is None:
             return super().get_state_dict(model, unwrap)
         known = self._whole.get(id(model))
-        return whole(self.trainer, model.state_dict()) if known is None else known
+        return whole(self.trainer, model) if known is None else known
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any

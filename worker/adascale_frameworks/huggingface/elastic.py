@@ -40,10 +40,7 @@ from adascale_worker.trainer import ElasticTrainer
 T = TypeVar("T", bound=Trainer)
 _Trainer: Any = Any if TYPE_CHECKING else object
 
-_ONE_COPY = (
-    "each replica has the whole model: leave it out; a model that does not fit on one device cannot be "
-    "trained by a Trainer elastically yet"
-)
+_ONE_COPY = "each process has the whole model, or a share of it by FSDP or DeepSpeed: leave it out"
 _REFUSED = {
     "deepspeed": "pass the configuration to elastic(trainer, deepspeed=...), with processesPerReplica in the "
     "job file, and leave it out here",
@@ -124,10 +121,6 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> TrainingLoader:
         """Return the training data, which the replicas share out."""
         compile_model(self)  # which `model_init` has made now, and accelerate prepares next
-        if self._elastic_sharding is not None:
-            self.accelerator.native_amp = False  # The precision is that of the shards.
-            optimizers = list(filter(None, [self.optimizer]))
-            self._elastic_sharding.apply(self.model, self.elastic, optimizers, methods=["generate"])
         run, given = self._elastic_run, self._elastic_data
         source: Any = super().get_train_dataloader()
         sampler = getattr(source.batch_sampler, "sampler", None)
@@ -169,9 +162,14 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         return (epochs, *values[1:-1], max_steps)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the optimizer, which may load the state of a Trainer's folder."""
+        """Make the optimizer, of the sharded model if it is sharded."""
+        sharding = self._elastic_sharding
+        if sharding is not None:
+            self.accelerator.native_amp = False  # The precision is that of the shards.
+            given = [] if self.optimizer is None else [self.optimizer]
+            sharding.apply(self.model, self.elastic, given, methods=["generate"])
         optimizer = super().create_optimizer(*args, **kwargs)
-        if self._elastic_sharding is not None:
+        if sharding is not None:
             divide_loaded_state(optimizer)
         return optimizer
 
@@ -328,7 +326,7 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         """Save the model on rank 0, whole also if it is sharded."""
         if self._elastic_run.is_entered and self._elastic_sharding is not None:
             # All processes of the replica take part.
-            self._elastic_weights = whole(self.elastic, self.model.state_dict())
+            self._elastic_weights = whole(self.elastic, self.model)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
@@ -344,7 +342,7 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
         """Save the states of the optimizer and the scheduler on rank 0, in the format of one process."""
         optimizer: Any = self.optimizer
         if self._elastic_sharding is not None:
-            state = whole(self.elastic, optimizer.state_dict())
+            state = whole(self.elastic, optimizer)
             saved: Any = SimpleNamespace(state_dict=lambda: state)
             self.optimizer = saved
         try:
@@ -559,9 +557,12 @@ def sharding_of(trainer: Any, deepspeed: Any) -> Sharding | None:
         return None
     if plugin is None:
         plugin = FullyShardedDataParallelPlugin(**(arguments or {}))
-    # So that accelerate, which is made again, does not shard the model itself.
-    args.fsdp_plugin_args = None
-    os.environ.pop(_USE_FSDP, None)
+    if getattr(plugin, "cpu_ram_efficient_loading", False) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise WorkerError(
+            "cpu_ram_efficient_loading=True loads the weights in one process of a launcher only, and each "
+            "replica needs them: set it to False"
+        )
+    args.fsdp_plugin_args = None  # So that accelerate, which is made again, does not shard the model itself.
     return Sharding.of_plugin(plugin, trainer.model, precision)
 
 
@@ -581,14 +582,18 @@ def _make_elastic_trainer(
     if (ENV_AGENT_SOCKET in os.environ or job.processes_per_replica) and torch.distributed.is_initialized():
         # `TrainingArguments` has initialized a group, for a launcher, which is not that of the replicas.
         torch.distributed.destroy_process_group()
+    device: torch.device | None = args.device
+    if job.processes_per_replica and args.device.type == "cuda":
+        device = None  # That of this process in its replica, which a launcher does not know.
     seed = args.seed if args.data_seed is None else args.data_seed
     made = ElasticTrainer(
         argument,
         scale_invariant_steps=steps if options.get("train_samples") is None else None,
         seed=seed,
-        device=args.device,
+        device=device,
         **options,
     )
+    args.__dict__["_setup_devices"] = made.device
     return made, used
 
 
@@ -599,6 +604,7 @@ def _run_as_one_process(trainer: Trainer) -> dict[str, str]:
     """
     args = trainer.args
     launcher = hide_launcher(os.environ)
+    uses_fsdp = os.environ.pop(_USE_FSDP, None)
     # It uses one of the GPUs that this process sees, as for a model on several.
     args._n_gpu = min(1, args.n_gpu)
     if launcher:
@@ -607,4 +613,6 @@ def _run_as_one_process(trainer: Trainer) -> dict[str, str]:
         args.distributed_state = PartialState(cpu=args.use_cpu)
         args.distributed_state.device = args.device
         trainer.create_accelerator_and_postprocess()
+    if uses_fsdp is not None:
+        os.environ[_USE_FSDP] = uses_fsdp
     return launcher

@@ -21,7 +21,7 @@ from transformers.trainer_callback import (
 )
 
 from adascale_frameworks.common import ElasticRun, TrainingLoader
-from adascale_frameworks.sharding import Sharding, index_of_process
+from adascale_frameworks.sharding import Sharding, place_of
 from adascale_worker.errors import WorkerError
 from adascale_worker.program.hyperparameters import Choice
 from adascale_worker.trainer import ElasticTrainer
@@ -265,7 +265,7 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
     def follow_rank(self) -> None:
         """Let the framework know the present rank of this replica, which says who writes files and logs."""
         trainer = self._trainer
-        index, is_main = index_of_process(self.elastic, self._sharding), self.elastic.is_main
+        index, is_main = self._place[0], self.elastic.is_main
         for state in (trainer.args.distributed_state, trainer.accelerator.state):
             state.process_index = state.local_process_index = index
         trainer.state.is_world_process_zero = trainer.state.is_local_process_zero = is_main
@@ -277,10 +277,14 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
         self._was_main = is_main
 
     @property
+    def _place(self) -> tuple[int, int]:
+        """The index of this process, and the number of processes of all replicas."""
+        return place_of(self.elastic, is_sharded=self._sharding is not None)
+
+    @property
     def processes(self) -> int:
-        """The processes of all replicas."""
-        own = 1 if self._sharding is None else self.elastic.mesh.size()
-        return self.elastic.replicas * own
+        """The number of processes of all replicas."""
+        return self._place[1]
 
     def synchronize(self) -> None:
         """Add up over the replicas what each has counted since the last call, on all of them alike."""

@@ -211,7 +211,7 @@ class ElasticTrainingLoop(TrainingEpochLoop):
         strategy, trainer = self._elastic_strategy, self.trainer
         if strategy.awaits_micro_batches:
             return False
-        if strategy.elastic_trainer.replicas == 1:
+        if strategy.processes == 1:
             return super()._should_check_val_fx(data_fetcher)
         # All replicas validate at the same steps, also if training is to stop on some of them only.
         should_stop, trainer.should_stop = trainer.should_stop, False

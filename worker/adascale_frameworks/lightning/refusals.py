@@ -14,10 +14,8 @@ from adascale_worker.errors import WorkerError
 _WHERE = "with an ElasticStrategy"
 _SUBSET = "pass a part of the data set, torch.utils.data.Subset(dataset, range(n))"
 _REFUSED = {
-    "devices": "a replica is one process with one device, and adascale starts the replicas. Leave devices "
-    "out",
-    "num_nodes": "a replica is one process, and adascale starts the replicas, on one machine or on a "
-    "cluster. Leave num_nodes out",
+    "devices": "each process has one device, and adascale starts the processes. Leave devices out",
+    "num_nodes": "adascale starts the replicas, on one machine or on a cluster. Leave num_nodes out",
     "fast_dev_run": "one step needs no replicas: leave out the strategy, or pass max_steps",
     "overfit_batches": _SUBSET,
     "reload_dataloaders_every_n_epochs": "a job trains on one data set: leave it out",
@@ -52,6 +50,20 @@ def require_supported(trainer: Any, strategy: Any) -> None:
         )
 
 
+def require_shardable(trainer: Any) -> None:
+    """Check the callbacks and the optimization of a module that is sharded."""
+    for callback in trainer.callbacks:
+        if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
+            raise WorkerError(
+                f"the callback {type(callback).__name__} is not supported {_WHERE} that shards the module: "
+                "average in a program of its own, from the files of ModelCheckpoint"
+            )
+    if not trainer.lightning_module.automatic_optimization:
+        raise WorkerError(
+            f"manual optimization is not supported {_WHERE} that shards the module: use the automatic one"
+        )
+
+
 def require_optimizers(optimizers: Sequence[Any], trainer: Any) -> None:
     """Check what `configure_optimizers` has returned."""
     if not optimizers or type(optimizers[0]).__name__ == "_MockOptimizer":
@@ -75,6 +87,16 @@ def require_sums(results: Any) -> None:
                 f"self.log({metric.meta.name!r}, reduce_fx={metric.meta.reduce_fx.__name__!r}) was called in "
                 "an evaluation, which is divided among the replicas: log a mean or a sum, or the values to a "
                 "torchmetrics.Metric"
+            )
+
+
+def require_tensors(results: Any) -> None:
+    """Check what was logged with a sharded module: torchmetrics adds up over the processes of a replica."""
+    for result in results.values():
+        if not result.is_tensor:
+            raise WorkerError(
+                f"self.log({result.meta.name!r}, ...) got a torchmetrics.Metric, which is not supported "
+                f"{_WHERE} that shards the module: log a mean or a sum; in training_step with sync_dist=True"
             )
 
 

@@ -41,12 +41,14 @@ from adascale_frameworks.lightning.loops import (
 )
 from adascale_frameworks.lightning.refusals import (
     require_optimizers,
+    require_shardable,
     require_sums,
     require_supported,
+    require_tensors,
     split_schedulers,
 )
 from adascale_frameworks.lightning.states import LightningStates
-from adascale_frameworks.sharding import Sharding, index_of_process, whole
+from adascale_frameworks.sharding import Sharding, place_of, whole
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.trainer import ElasticTrainer, ReentryState
 
@@ -155,7 +157,7 @@ class ElasticStrategy(Strategy):
         self.package = import_package(package).__name__
         bounds = {"max_batch_size": max_batch_size, "local_bsz_bounds": local_bsz_bounds}
         self._batch_size = batch_size
-        if fsdp is not None and type(fsdp).__name__ != "FSDPStrategy":
+        if fsdp is not None and not any(each.__name__ == "FSDPStrategy" for each in type(fsdp).__mro__):
             raise WorkerError(
                 f"ElasticStrategy got fsdp={fsdp!r}: pass an FSDPStrategy of {self.package}.strategies"
             )
@@ -195,7 +197,7 @@ class ElasticStrategy(Strategy):
     @property
     def global_rank(self) -> int:
         """The index of this process among those of all replicas. It may change between two steps."""
-        return 0 if self._elastic is None else index_of_process(self._elastic, self._sharding)
+        return 0 if self._elastic is None else self._place[0]
 
     local_rank = node_rank = 0
     world_size = num_processes = 1
@@ -209,10 +211,14 @@ class ElasticStrategy(Strategy):
     """So `optimizer_step` is called for each micro-batch."""
 
     @property
-    def _processes(self) -> int:
-        """The processes of all replicas."""
-        own = 1 if self._sharding is None else self.elastic_trainer.mesh.size()
-        return self.elastic_trainer.replicas * own
+    def _place(self) -> tuple[int, int]:
+        """The index of this process, and the number of processes of all replicas."""
+        return place_of(self.elastic_trainer, is_sharded=self._fsdp is not None)
+
+    @property
+    def processes(self) -> int:
+        """The number of processes of all replicas."""
+        return self._place[1]
 
     @property
     def is_global_zero(self) -> bool:
@@ -514,8 +520,10 @@ class ElasticStrategy(Strategy):
 
     def _add_up_epoch(self, elastic: ElasticTrainer) -> None:
         """Replace what was logged in the epoch with sync_dist=True by the sums over all processes."""
+        if self._sharding is not None:
+            require_tensors(self._trainer._results)
         logged = [each for each in logged_sums(self._trainer._results) if each[1].meta.sync.should]
-        if self._processes == 1 or not logged:
+        if self.processes == 1 or not logged:
             return
         # Not a collective call: a replica that has just joined may have logged nothing, or be ahead.
         evaluation = elastic.evaluation(
@@ -562,6 +570,8 @@ class ElasticStrategy(Strategy):
         before = take_sums(logged_sums(results))
         for batch in evaluation:
             yield batch
+            if self._sharding is not None:
+                require_tensors(results)
             require_sums(results)
             evaluation.add(**take_sums(logged_sums(results)))
         put_sums(logged_sums(results), evaluation.sums, before)
@@ -579,13 +589,28 @@ class ElasticStrategy(Strategy):
         elastic = self.elastic_trainer
         mean = elastic.mean_over_replicas(tensor)
         if str(reduce_op).rpartition(".")[2].lower() in ("sum", "redoptype.sum"):
-            return mean * self._processes
+            return mean * self.processes
         return mean
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return `obj`: a replica that joins is alone where Lightning broadcasts names of folders."""
+        """Return `obj`, of the first process of this replica.
+
+        A replica that joins is alone where Lightning broadcasts names of folders.
+        """
         del src
-        return obj
+        if self._sharding is None:
+            return obj
+        values = [obj]
+        torch.distributed.broadcast_object_list(values, 0)
+        return values[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Return whether all, or any, processes of this replica decide so, which all do then."""
+        if self._sharding is None:
+            return decision
+        votes = torch.tensor(float(decision), device=self.root_device)
+        torch.distributed.all_reduce(votes)
+        return bool(votes == self.elastic_trainer.mesh.size() if all else votes > 0)
 
     def barrier(self, name: str | None = None) -> None:
         """Do nothing: a replica that joins passes Lightning's barriers alone."""
@@ -612,19 +637,22 @@ class ElasticStrategy(Strategy):
             self.model.to(self.root_device)
             return
         plugin = import_module(f"{self.package}.plugins.precision.fsdp").FSDPPrecision
+        require_shardable(self._trainer)
         self._fsdp.precision_plugin = plugin(self._trainer.precision)
         self._sharding = Sharding.of_strategy(self._fsdp)
         self._sharding.apply(self.model, self._elastic, methods=_STEPS)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the module, whole also if it is sharded, on rank 0."""
-        state = super().lightning_module_state_dict()
-        return state if self._sharding is None else whole(self.elastic_trainer, state)
+        if self._sharding is None:
+            return super().lightning_module_state_dict()
+        return whole(self.elastic_trainer, self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimizer, whole also if it is sharded, on rank 0."""
-        state = super().optimizer_state(optimizer)
-        return state if self._sharding is None else whole(self.elastic_trainer, state)
+        if self._sharding is None:
+            return super().optimizer_state(optimizer)
+        return whole(self.elastic_trainer, optimizer)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file for an evaluation."""
@@ -649,4 +677,4 @@ def _count(tracker: Any, number: int) -> None:
 
 def _exists_on_rank_0(original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
     """`ModelCheckpoint.file_exists` on rank 0 only: another replica may see the file that rank 0 wrote."""
-    return bool(trainer.is_global_zero) and original(filepath, trainer)
+    return trainer.strategy.elastic_trainer.rank == 0 and original(filepath, trainer)
