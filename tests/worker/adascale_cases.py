@@ -26,6 +26,7 @@ from worker.adascale_problem import (
     assert_equal,
     backward,
     batches,
+    matrices,
     network,
     squared_error,
     train_step,
@@ -259,6 +260,18 @@ def adam() -> None:
     for view in views:
         wrap = functools.partial(Wrapped, **view)
         assert_matches_reference(kind=torch.optim.AdamW, wrap=wrap, tolerance=1e-6)
+
+
+@case
+def muon() -> None:
+    for micro in (1, 3):
+        assert_matches_reference(kind=torch.optim.Muon, model=matrices(), micro=micro, tolerance=1e-6)
+
+
+@case
+def muon_of_shards_is_refused() -> None:
+    with pytest.raises(UnsupportedOptimizerError, match=r"got ZeroRedundancyOptimizer of Muon, whose step"):
+        AdaScale(ZeroRedundancyOptimizer(matrices().parameters(), torch.optim.Muon, lr=0.1))
 
 
 @case

@@ -52,6 +52,13 @@ def network(seed: int = 0) -> Net:
     return Net().double()
 
 
+def matrices() -> nn.Module:
+    """A tall matrix and a wide one, for Muon."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 5, bias=False), nn.Linear(5, 2, bias=False)
+    return nn.Sequential(first, nn.Tanh(), second).double()
+
+
 def batches(count: int, seed: int = 1) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -118,14 +125,14 @@ def assert_matches_reference(
     Args:
         loop: makes a step of the micro-batches of this rank.
         micro: micro-batches of a rank in a step.
-        kind: makes the inner optimizer; the reference has SGD, unless this is Adam or AdamW.
+        kind: makes the inner optimizer; the reference has SGD, unless this is Adam, AdamW or Muon.
         rescale: the scale in the second half of the steps.
         model_given: whether AdaScale gets the wrapped model.
         arguments: of AdaScale.
     """
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    is_adam = kind in (torch.optim.Adam, torch.optim.AdamW)
-    settings = {"lr": 0.05, **({} if is_adam else {"momentum": 0.9}), **(options or {})}
+    has_rule = kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
+    settings = {"lr": 0.05, **({} if has_rule else {"momentum": 0.9}), **(options or {})}
     model = network() if model is None else model
     reference_model = copy.deepcopy(model) if reference_model is None else reference_model
     wrapped = wrap(model)
@@ -136,7 +143,7 @@ def assert_matches_reference(
         model=wrapped if model_given else None,
         **arguments,
     )
-    plain = (kind if is_adam else torch.optim.SGD)(groups(reference_model), **copy.deepcopy(settings))
+    plain = (kind if has_rule else torch.optim.SGD)(groups(reference_model), **copy.deepcopy(settings))
     reference = Reference(reference_model, plain, squared_error, optimizer.scale, clip=clip)
     stream = iter(data(micro * ranks * steps))
     for number in range(steps):

@@ -174,6 +174,39 @@ class Adam:
         return whole
 
 
+class MatrixMoments:
+    """The second moment C = E[g gᵀ] of each matrix, that the gradients of Muon are measured with.
+
+    |g|² = tr(gᵀ (C + c)⁻¹ g), which is the squared Euclidean norm of L⁻¹ g with L Lᵀ = C + c, and c a
+    thousandth of the mean of the diagonal. The mean is over all steps, and from the 20th on a moving average.
+    """
+
+    def __init__(self, groups: list[list[torch.nn.Parameter]]) -> None:
+        self.groups = groups
+        self.moments: dict[Tensor, Tensor] = {}
+        self.steps = 0
+
+    def add(self) -> None:
+        """Add the gradients of a step."""
+        self.steps += 1
+        for p in (p for group in self.groups for p in group):
+            assert p.grad is not None
+            g = p.grad.double() if len(p) <= p.shape[1] else p.grad.double().T
+            old = self.moments.get(p, torch.zeros(len(g), len(g), dtype=torch.float64))
+            self.moments[p] = old + (g @ g.T - old) / min(self.steps, 20)
+
+    def measured(self, gradient: Gradient, group: list[torch.nn.Parameter]) -> Gradient:
+        """Return the gradient of a group, each matrix g as L⁻¹ g."""
+        whole: Gradient = []
+        parts = torch.tensor(gradient, dtype=torch.float64).split([p.numel() for p in group])
+        for p, part in zip(group, parts, strict=True):
+            g = part.view(p.shape) if len(p) <= p.shape[1] else part.view(p.shape).T
+            c = 1e-3 * self.moments[p].diagonal().mean() * torch.eye(len(g), dtype=torch.float64)
+            root = torch.linalg.cholesky(self.moments[p] + c)
+            whole += (torch.linalg.inv(root) @ g).flatten().tolist()
+        return whole
+
+
 Groups = list[list[torch.nn.Parameter]]
 Loss = Callable[[torch.nn.Module, Batch], Tensor]
 
@@ -185,7 +218,7 @@ class Reference:
     Attributes:
         model: a copy of the model that the fast optimizer trains.
         sgd: a plain optimizer over it, with the same groups and options. With an Adam or AdamW, the steps are
-            made by the `Adam` of this module.
+            made by the `Adam` of this module. A Muon makes its steps itself.
         loss: of one micro-batch, not divided.
         compares_steps: whether steps of one micro-gradient are compared with the step before.
     """
@@ -200,10 +233,13 @@ class Reference:
     smoothings: list[float] = field(default_factory=list)
     previous: tuple[list[Gradient], float] | None = None
     adam: Adam | None = None
+    matrices: MatrixMoments | None = None
     compares_steps: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sgd, torch.optim.SGD):
+        if isinstance(self.sgd, torch.optim.Muon):
+            self.matrices = MatrixMoments(self.groups())
+        elif not isinstance(self.sgd, torch.optim.SGD):
             self.adam = Adam(self.sgd)
 
     def groups(self) -> Groups:
@@ -246,6 +282,8 @@ class Reference:
         self.sgd.step()
         for group, rate in zip(self.sgd.param_groups, rates, strict=True):
             group["lr"] = rate
+        if self.matrices is not None:
+            self.matrices.add()
 
     def measure(
         self,
@@ -263,6 +301,13 @@ class Reference:
                 return
             micro_gradients = [
                 [[x / d for x, d in zip(g, own, strict=True)] for g, own in zip(each, divisors, strict=True)]
+                for each in micro_gradients
+            ]
+        if self.matrices is not None:
+            if not self.matrices.steps:
+                return
+            micro_gradients = [
+                [self.matrices.measured(g, own) for g, own in zip(each, self.groups(), strict=True)]
                 for each in micro_gradients
             ]
         if theta is None:

@@ -494,6 +494,7 @@ def test_the_first_beta_does_not_fall_below_a_bound(beta1: float, gain: float, e
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])
 def test_other_optimizers_are_refused_with_what_works(kind: type[torch.optim.Optimizer]) -> None:
     with pytest.raises(
-        UnsupportedOptimizerError, match=rf"got {kind.__name__}; .*SGD.*Adam and .*AdamW.*second_moment"
+        UnsupportedOptimizerError,
+        match=rf"got {kind.__name__}; .*SGD.*Adam, .*AdamW and .*Muon.*second_moment",
     ):
         AdaScale(kind(network().parameters(), lr=0.1))  # type: ignore[call-arg]

@@ -218,6 +218,13 @@ class MuonWithAdam(torch.optim.AdamW):
     """As programs write it: AdamW, and another step for matrices."""
 
 
+class Muon(torch.optim.Optimizer):
+    """Of another package than torch."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+
 class Lion(torch.optim.SGD):
     """A subclass of a supported optimizer with another step."""
 
@@ -225,7 +232,7 @@ class Lion(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (torch.optim.Muon, "whose step has singular values of 1"),
+        (Muon, "whose step has singular values of 1"),
         (MuonWithAdam, "whose step has singular values of 1"),
         (Lion, "whose step is the sign of its momentum"),
         (torch.optim.Adafactor, "which keeps no second moment of each parameter"),
@@ -236,7 +243,7 @@ def test_optimizers_without_a_measured_rule_are_refused_by_name_also_beside_anot
 ) -> None:
     matrix, rest = nn.Linear(6, 6, bias=False), nn.Linear(6, 2)
     optimizer = kind(matrix.parameters(), lr=0.01)  # type: ignore[call-arg]
-    message = rf"got {kind.__name__}, {reason}.*Use torch\.optim\.AdamW for all parameters"
+    message = rf"got {kind.__name__}, {reason}.*Use torch\.optim\.AdamW for all parameters, or beside "
     with pytest.raises(UnsupportedOptimizerError, match=message):
         make_trainer(**FIXED).program_reentry(matrix, optimizer)
     others = {"matrices": optimizer, "rest": torch.optim.AdamW(rest.parameters())}

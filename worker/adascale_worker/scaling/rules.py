@@ -13,6 +13,9 @@ first moment does not fall below `LEAST_BETA1`, with which its average covers 2.
 decay of AdamW is per progress: a step multiplies the weights by 1 - r * lr * weight_decay. The weight decay
 of Adam is a part of the gradient, and stays as it is.
 
+Muon: the learning rate is multiplied by r, and so is what the decoupled weight decay takes from the weights.
+The direction of its step has no size that a larger batch would change.
+
 `docs/adascale.md` shows the comparison with other rules.
 """
 
@@ -77,6 +80,8 @@ class ScalingRule:
     """The rule of SGD, and the interface of the others: the lr is multiplied by the gain."""
 
     has_second_moments = False
+    has_whole_matrices = False
+    """Whether gradients are measured as whole matrices, of which a shard is not enough."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer: Any = optimizer
@@ -178,6 +183,12 @@ class AdamRule(ScalingRule):
         return unit
 
 
+class MuonRule(ScalingRule):
+    """The rule of `torch.optim.Muon`: the lr is multiplied by the gain, as for SGD."""
+
+    has_whole_matrices = True
+
+
 class ProtocolRule(ScalingRule):
     """The rule of a `SecondMomentOptimizer`, which it defines itself."""
 
@@ -260,17 +271,19 @@ def scaling_rule_of(optimizer: torch.optim.Optimizer, *, observes: bool = False)
 
 def _rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
+    name = type(optimizer).__name__
+    if inner is not None:
+        name = f"{name} of {type(inner).__name__}"
+    if isinstance(optimizer, torch.optim.Muon):
+        return MuonRule(optimizer)
     if not isinstance(optimizer, SecondMomentOptimizer):
-        _require_not_refused(inner or optimizer)
+        _require_not_refused(inner or optimizer, name)
     if isinstance(optimizer, torch.optim.SGD) or isinstance(inner, torch.optim.SGD):
         return ScalingRule(optimizer)
     if isinstance(optimizer, SecondMomentOptimizer):
         return ProtocolRule(optimizer)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return AdamRule(optimizer)
-    name = type(optimizer).__name__
-    if inner is not None:
-        name = f"{name} of {type(inner).__name__}"
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             "got LBFGS, which computes the gradients of one step several times, with other weights each "
@@ -278,18 +291,19 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
         )
     raise UnsupportedOptimizerError(
         f"got {name}; AdaScale scales torch.optim.SGD, with or without momentum, ZeroRedundancyOptimizer of "
-        "it, torch.optim.Adam and torch.optim.AdamW: use one of these. An optimizer of your own that keeps a "
-        "second moment needs two methods, `second_moment` and `hyperparameters_at` (docs/adascale.md, "
-        '"Optimizers")'
+        "it, torch.optim.Adam, torch.optim.AdamW and torch.optim.Muon: use one of these. An optimizer of "
+        "your own that keeps a second moment needs two methods, `second_moment` and `hyperparameters_at` "
+        '(docs/adascale.md, "Optimizers")'
     )
 
 
-def _require_not_refused(optimizer: torch.optim.Optimizer) -> None:
+def _require_not_refused(optimizer: torch.optim.Optimizer, name: str) -> None:
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    for name, reason in _REFUSED.items():
-        if any(name in kind for kind in kinds):
+    for part, reason in _REFUSED.items():
+        if any(part in kind for kind in kinds):
             raise UnsupportedOptimizerError(
-                f"got {kinds[0]}, {reason}: the rules of SGD and Adam for a larger batch do not hold for it, "
-                "and no other is measured. Use torch.optim.AdamW for all parameters, or this optimizer "
-                "without AdaScale, with a fixed number of replicas and batch size"
+                f"got {name}, {reason}: the rules of SGD and Adam for a larger batch do not hold for it, "
+                "and no other is measured. Use torch.optim.AdamW for all parameters, or beside "
+                "torch.optim.Muon for hidden matrices, or this optimizer without AdaScale, with a fixed "
+                "number of replicas and batch size"
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from adascale_core.batch.gain import GradientEstimate, total
+from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.process.user_code import warn_once
 from adascale_worker.scaling.rules import ScalingRule
 from adascale_worker.scaling.statistics.all_reduce import ReducedStatistics, StatisticsAllReduce
@@ -20,6 +21,7 @@ from adascale_worker.scaling.statistics.estimates import (
     from_micro_gradients,
     infer_loss_scale,
 )
+from adascale_worker.scaling.statistics.matrix_metric import MatrixMetric
 from adascale_worker.scaling.statistics.metric import Metric
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
@@ -57,11 +59,16 @@ class GradientStatistics:
         self.options = options
         self.rule = rule
         shards, observes_shards = options.shards, is_fully_sharded(model)
-        self.parameters = OptimizerParameters(
-            rule.optimizer, is_sharded=observes_shards or shards is not None
-        )
+        is_sharded = observes_shards or shards is not None
+        self.parameters = OptimizerParameters(rule.optimizer, is_sharded=is_sharded)
         add_shards = shards.add_shards if shards is not None else dist.all_reduce if observes_shards else None
-        self._metric = Metric(rule, add_shards)
+        if rule.has_whole_matrices and is_sharded:
+            raise UnsupportedOptimizerError(
+                f"got {type(rule.optimizer).__name__} over a sharded model; its gain needs the gradients of "
+                "whole matrices, of which a process has a shard: use replicas of one process, or "
+                "torch.optim.AdamW"
+            )
+        self._metric = MatrixMetric(rule) if rule.has_whole_matrices else Metric(rule, add_shards)
         own = self.parameters, options, self._metric
         self.reader = GradientReader(*own)
         if options.observes_backward:
@@ -276,6 +283,7 @@ class GradientStatistics:
         """Count a step that the optimizer has made, and prepare for the next."""
         if not self._is_in_join():
             self._steps += 1
+        self._metric.end_step()
         self.begin_step()
 
     def _is_in_join(self) -> bool:
@@ -328,18 +336,20 @@ class GradientStatistics:
             "statistics": {
                 "loss_scale": self._inferred_scale,
                 "previous_gradient": self._previous_gradient.state_dict(),
+                "metric": self._metric.state_dict(),
             },
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore what `state_dict` returned; None for the state without any step."""
-        own = {"loss_scale": 1.0, "previous_gradient": None}
+        own = {"loss_scale": 1.0, "previous_gradient": None, "metric": None}
         state = state or {"steps": 0, "sampling_start": 0, "averages": [], "statistics": own}
         self._discard_passes()
         self._steps, self._sampling_start = state["steps"], state["sampling_start"]
         self._averages = [MovingAverage.from_state_dict(each) for each in state["averages"]]
         own = state["statistics"]
         self._inferred_scale = own["loss_scale"]
+        self._metric.load_state_dict(own.get("metric"))
         self._previous_gradient.load_state_dict(own["previous_gradient"], self.parameters.measured())
         self.begin_step()
 

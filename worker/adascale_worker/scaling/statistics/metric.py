@@ -14,6 +14,7 @@ unbiased. All norms of a step use the same v.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,16 @@ class Metric:
     def begin_step(self) -> None:
         """Use the current second moments from now on."""
         self._divisors = None
+
+    def end_step(self) -> None:
+        """Use the gradients that the optimizer has used for the next steps."""
+
+    def state_dict(self) -> Any:
+        """Return what the metric keeps itself, as tensors and numbers; None for nothing."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what `state_dict` returned."""
 
     def defined_groups(self) -> list[int] | None:
         """Return the numbers of the groups that have second moments; None if the metric needs none."""
