@@ -3,6 +3,8 @@
     OMP_NUM_THREADS=1 python bench/critical_batch_size.py measure [--size 0.5M] [--tokens N] [--minutes 30]
     python bench/critical_batch_size.py report              write the table and the picture from the results
 
+    ... measure --optimizer muon --lr 0.004             Muon for the blocks' matrices, AdamW for the rest
+
 The model, the data and AdamW are those of bench/ramp.py. One run trains with the small batch; after a
 warm-up over 2% of its tokens its lr is constant. Its state is kept at `POINTS`. At each point:
 
@@ -21,7 +23,7 @@ warm-up over 2% of its tokens its lr is constant. Its state is kept at `POINTS`.
   micro-gradients.
 
 `measure` saves its state every half minute and after each branch, and continues there the next time. Results
-are in bench/critical_batch_size.SIZE.json, states in build/critical_batch_size.
+are in bench/critical_batch_size.SIZE.json (SIZE.muon.json), states in build/critical_batch_size.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from ramp import (
     Sequences,
     Size,
     Text,
+    adamw,
     evaluate,
     loss_of,
     read_text,
@@ -132,19 +135,41 @@ class Point:
     Attributes:
         tokens: of the run so far.
         loss: on the held-out sequences, in bits per byte.
-        adamw: the noise in the metric of AdamW.
+        adamw: the noise in the metric of AdamW, of its gradients.
         euclidean: of the gradients as they are.
+        muon: in the metric of Muon, of its gradients.
     """
 
     tokens: int
     loss: float
     adamw: Noise
     euclidean: Noise
+    muon: Noise | None = None
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Point:
-        metrics = {name: Noise(**members[name]) for name in ("adamw", "euclidean")}
+        metrics = {name: Noise(**noise) for name, noise in members.items() if isinstance(noise, dict)}
         return cls(members["tokens"], members["loss"], **metrics)
+
+    @property
+    def parts(self) -> list[Noise]:
+        """The noise of each optimizer."""
+        return [self.adamw] if self.muon is None else [self.adamw, self.muon]
+
+    @property
+    def own(self) -> Noise:
+        """The noise of the optimizer with the lowest gain."""
+        return min(self.parts, key=lambda noise: noise.scale)
+
+    @property
+    def smoothed_scale(self) -> float:
+        """The lowest noise scale of the moving averages."""
+        return min(noise.smoothed_scale for noise in self.parts)
+
+    @property
+    def cautious_scale(self) -> float:
+        """The lowest noise scale by which batch sizes are chosen."""
+        return min(noise.cautious_scale for noise in self.parts)
 
 
 @dataclass(frozen=True)
@@ -193,7 +218,10 @@ class Results:
     def write(self) -> None:
         members = {
             "settings": self.settings,
-            "points": [asdict(point) for point in self.points],
+            "points": [
+                {name: member for name, member in asdict(point).items() if member is not None}
+                for point in self.points
+            ],
             "branches": [asdict(branch) for branch in self.branches],
         }
         self.path.write_text(json.dumps(members, indent=1) + "\n")
@@ -225,15 +253,57 @@ class Results:
 # -- the run and its branches -------------------------------------------------------------------------------
 
 
-class Stable(Contender):
-    """The small batch with a constant lr after the warm-up, measured in both metrics."""
+class Together:
+    """The optimizers of a model by name, which make their steps together."""
 
-    def __init__(self, model: nn.Module, lr: float, parameter: float) -> None:
-        super().__init__(model, lr, parameter)
-        self.inner = self.optimizer
-        self.optimizer: AdaScale = meter_of(self.inner, scale=1.0, micro_gradients=2)
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts.values():
+            part.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
+def optimizers_of(model: nn.Module, lr: float, name: str) -> dict[str, torch.optim.Optimizer]:
+    """Return AdamW for all parameters, or Muon for the matrices that AdamW decays and AdamW for the rest."""
+    whole = adamw(model, lr)
+    if name == "adamw":
+        return {"adamw": whole}
+    matrices, others = whole.param_groups
+    muon = torch.optim.Muon(matrices["params"], lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    rest = torch.optim.AdamW(others["params"], lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return {"muon": muon, "adamw": rest}
+
+
+class Stable(Contender):
+    """The small batch with a constant lr after the warm-up, measured in each metric."""
+
+    def __init__(self, model: nn.Module, lr: float, name: str) -> None:
+        super().__init__(model, lr, 1)
+        self.inner = optimizers_of(model, lr, name)
+        self.meters = {key: meter_of(each, scale=1.0, micro_gradients=2) for key, each in self.inner.items()}
+        self.optimizer: Any = Together(self.meters)
         plain = torch.optim.SGD(model.parameters(), lr=0.0)
         self.euclidean = meter_of(plain, scale=1.0, micro_gradients=2)
+
+    @property
+    def all_meters(self) -> dict[str, AdaScale]:
+        return {**self.meters, "euclidean": self.euclidean}
 
     def factor(self, share: float, /) -> float:
         return min(share / WARM_UP, 1.0)
@@ -261,6 +331,14 @@ def meter_of(optimizer: torch.optim.Optimizer, scale: float, micro_gradients: in
     )
 
 
+def precise_meter(meter: AdaScale, count: int) -> AdaScale:
+    """Return one without estimates, with the metric of another, for a step of `count` small batches."""
+    precise = meter_of(meter.optimizer, float(count), count)
+    state = meter.state_dict()
+    precise.load_state_dict({**state, "adascale": {**state["adascale"], "averages": []}})
+    return precise
+
+
 def add_measured(model: nn.Module, micro_batches: Sequence[Tensor], meters: Sequence[AdaScale]) -> None:
     """Add the gradient of the mean loss to `.grad`, which is None, and let the meters read its parts."""
     parameters: list[Tensor] = list(model.parameters())
@@ -281,6 +359,12 @@ def add_measured(model: nn.Module, micro_batches: Sequence[Tensor], meters: Sequ
 class LargerBatch(Contender):
     """k times the small batch, with the lr times the square root of k."""
 
+    def __init__(self, stable: Stable, model: nn.Module, name: str, scale: int) -> None:
+        super().__init__(model, stable.lr, scale)
+        self.optimizer: Any = Together(optimizers_of(model, stable.lr, name))
+        for key, part in self.optimizer.parts.items():
+            part.load_state_dict(stable.inner[key].state_dict())
+
     def factor(self, _: float, /) -> float:
         return math.sqrt(self.scale)
 
@@ -300,11 +384,12 @@ class Experiment:
         self.device = torch.device(options.device)
         self.seed: int = options.seed
         self.lr: float = results.settings["lr"]
+        self.optimizer: str = options.optimizer
         self.branch_steps: int = results.settings["branch steps"]
         self.micro_gradients: int = results.settings["micro-gradients"]
         self.total: int = results.settings["tokens"] // self.size.context
         self.deadline = time.monotonic() + 60 * options.minutes
-        self.folder: Path = options.states / f"{options.size}-{results.settings['tokens']}-{self.seed}"
+        self.folder: Path = options.states / f"{results.path.stem}-{results.settings['tokens']}-{self.seed}"
         self.folder.mkdir(parents=True, exist_ok=True)
         held_out = text.held_out[:: max(len(text.held_out) // HELD_OUT, 1)][:HELD_OUT]
         self.held_out = held_out[: self.size.held_out] if options.size == "tiny" else held_out
@@ -322,7 +407,7 @@ class Experiment:
             return True
         torch.manual_seed(self.seed)
         model = Gpt(self.size).to(self.device)
-        contender, position, saved_at = Stable(model, self.lr, 1), 0, time.monotonic()
+        contender, position, saved_at = Stable(model, self.lr, self.optimizer), 0, time.monotonic()
         path = self.folder / "run.pt"
         saved = [self._load(each) for each in (path, *self.folder.glob("point-*.pt")) if each.exists()]
         usable = [state for state in saved if state["position"] <= until]
@@ -335,7 +420,7 @@ class Experiment:
         while position < until:
             contender.begin(position / self.total)
             batch = sequences.at(position, self.size.batch_size).to(self.device)
-            add_measured(model, batch.chunk(2), (contender.optimizer, contender.euclidean))
+            add_measured(model, batch.chunk(2), list(contender.all_meters.values()))
             contender.step()
             position += self.size.batch_size
             is_late = time.monotonic() > min(self.deadline, saved_at + 30)
@@ -351,25 +436,23 @@ class Experiment:
 
     def measure(self, position: int) -> None:
         """Measure the noise at a point."""
-        model, contender = self._restored(self._load(self._point(position)))
-        smoothed = [_numbers(each.estimate) for each in (contender.optimizer, contender.euclidean)]
-        precise: tuple[list[list[float]], list[list[float]]] = ([], [])
         count, small = self.micro_gradients // REPETITIONS, self.size.batch_size
         seed = MEASURED_DATA + self.seed
         sequences = Sequences(self.text, self.size.context, self.micro_gradients * small, seed)
-        loss = evaluate(model, self.held_out)
+        precise: dict[str, list[list[float]]] = {}
         for repetition in range(REPETITIONS):
             model, contender = self._restored(self._load(self._point(position)))
-            meters = [
-                meter_of(optimizer, float(count), count)
-                for optimizer in (contender.inner, torch.optim.SGD(model.parameters(), lr=0.0))
-            ]
+            meters = {key: precise_meter(each, count) for key, each in contender.all_meters.items()}
             batch = sequences.at(repetition * count * small, count * small).to(self.device)
-            add_measured(model, batch.chunk(count), meters)
-            for meter, found in zip(meters, precise, strict=True):
-                found.append(_numbers(meter.estimate)[:2])
-        noises = [Noise(*each) for each in zip(precise, smoothed, strict=True)]
-        self.results.points.append(Point(position * self.size.context, loss, *noises))
+            add_measured(model, batch.chunk(count), list(meters.values()))
+            for key, meter in meters.items():
+                precise.setdefault(key, []).append(_numbers(meter.estimate)[:2])
+        model, contender = self._restored(self._load(self._point(position)))
+        noises = {
+            key: Noise(precise[key], _numbers(meter.estimate)) for key, meter in contender.all_meters.items()
+        }
+        loss = evaluate(model, self.held_out)
+        self.results.points.append(Point(position * self.size.context, loss, **noises))
         self.results.write()
 
     def all_branches(self, position: int, seed: int) -> bool:
@@ -396,8 +479,7 @@ class Experiment:
     def branch(self, position: int, scale: int, seed: int) -> bool:
         """Train a branch; return False, without a result, if the time has ended."""
         model, contender = self._restored(self._load(self._point(position)))
-        larger = LargerBatch(model, self.lr, scale)
-        larger.optimizer.load_state_dict(contender.inner.state_dict())
+        larger = LargerBatch(contender, model, self.optimizer, scale)
         count, batch_size = self.branch_steps * self.size.batch_size, scale * self.size.batch_size
         sequences = Sequences(self.text, self.size.context, count, BRANCH_DATA * (seed + 1) + self.seed)
         tail = sequences.at(count * (PARTS - LAST) // PARTS, count * LAST // PARTS).to(self.device)
@@ -428,7 +510,7 @@ class Experiment:
     def _restored(self, state: dict[str, Any]) -> tuple[Gpt, Stable]:
         model = Gpt(self.size).to(self.device)
         model.load_state_dict(state["model"])
-        contender = Stable(model, self.lr, 1)
+        contender = Stable(model, self.lr, self.optimizer)
         contender.load_state_dict(state["contender"])
         return model, contender
 
@@ -527,10 +609,11 @@ def number(value: float) -> str:
 
 def tables(results: Results, points: list[Point]) -> str:
     low, middle, high = TOLERANCES
+    metric = "AdamW's metric" if points[0].muon is None else "lower of both optimizers"
     lines = [
         f"| tokens | loss | critical batch size ({low} to {high} bits) | from the best k "
         "| half of the efficiency "
-        "| gain(k) = k / 2 at | noise scale, AdamW's metric | as AdaScale has it (cautious) "
+        f"| gain(k) = k / 2 at | noise scale, {metric} | as AdaScale has it (cautious) "
         "| noise scale, Euclidean | as AdaScale has it |",
         "| --- |" + " --- |" * 9,
     ]
@@ -549,22 +632,27 @@ def tables(results: Results, points: list[Point]) -> str:
         lines.append(
             f"| {point.tokens:,} | {point.loss:.3f} "
             f"| {number(critical)} ({number(found.critical[low])} to {number(found.critical[high])}) "
-            f"| {number(found.from_best)} | {number(half)} | {half_of_gain(point.adamw.scale):.1f} "
-            f"| {point.adamw.scale:.1f} ± {point.adamw.error:.1f} "
-            f"| {point.adamw.smoothed_scale:.1f} ({point.adamw.cautious_scale:.1f}) "
+            f"| {number(found.from_best)} | {number(half)} | {half_of_gain(point.own.scale):.1f} "
+            f"| {point.own.scale:.1f} ± {point.own.error:.1f} "
+            f"| {point.smoothed_scale:.1f} ({point.cautious_scale:.1f}) "
             f"| {point.euclidean.scale:.1f} ± {point.euclidean.error:.1f} "
             f"| {point.euclidean.smoothed_scale:.1f} |"
         )
         cells = [
             f"{precise / size:.2f} ({smoothed / size:.2f})"
             for precise, smoothed in (
-                (half_of_gain(point.adamw.scale), half_of_gain(point.adamw.smoothed_scale)),
+                (half_of_gain(point.own.scale), half_of_gain(point.smoothed_scale)),
                 (point.euclidean.scale, point.euclidean.smoothed_scale),
             )
             for size in (critical, half)
         ]
         factors.append(f"| {point.tokens:,} | " + " | ".join(cells) + " |")
     lines += factors
+    if points[0].muon is not None:
+        lines += ["", "Noise scale of Muon's and of AdamW's gradients, each in its metric:", ""]
+        for point in points:
+            pairs = [f"{each.scale:.1f} ({each.smoothed_scale:.1f})" for each in reversed(point.parts)]
+            lines.append(f"- {point.tokens:,} tokens: {' and '.join(pairs)}")
     if any(len(results.seeds(point)) > 1 for point in points):
         lines += ["", "Critical batch size and half of the efficiency by each seed of the branches:", ""]
         for point in points:
@@ -584,7 +672,7 @@ def tables(results: Results, points: list[Point]) -> str:
             SCALES, excesses(results, point, seeds), efficiencies(results, point, seeds), strict=True
         )
         cells = [
-            f"{above:+.4f}; {share:.2f}; {point.adamw.estimate.efficiency(scale):.2f}"
+            f"{above:+.4f}; {share:.2f}; {point.own.estimate.efficiency(scale):.2f}"
             for scale, above, share in columns
         ]
         lines.append(f"| {point.tokens:,} | " + " | ".join(cells[1:]) + " |")
@@ -619,17 +707,27 @@ def plot(results: Results, points: list[Point], path: Path) -> None:
             {"color": "#009E73", "marker": "s"},
         ),
     ]
-    for label, colour, name, added in (
-        ("gain(k) = k / 2", "#D55E00", "adamw", half_of_gain(0.0)),
-        ("Euclidean noise scale", "#0072B2", "euclidean", 0.0),
+    for label, colour, added, noises, averaged in (
+        (
+            "gain(k) = k / 2",
+            "#D55E00",
+            half_of_gain(0.0),
+            [point.own for point in points],
+            [point.smoothed_scale for point in points],
+        ),
+        (
+            "Euclidean noise scale",
+            "#0072B2",
+            0.0,
+            [point.euclidean for point in points],
+            [point.euclidean.smoothed_scale for point in points],
+        ),
     ):
-        noises: list[Noise] = [getattr(point, name) for point in points]
         exact = {"color": colour, "marker": "^"}
         errors = [each.error for each in noises]
         lines.append((f"{label}, at these weights", [each.scale + added for each in noises], errors, exact))
-        averaged = {"color": colour, "linestyle": ":", "marker": "v", "markersize": 4}
-        values = [each.smoothed_scale + added for each in noises]
-        lines.append((f"{label}, as AdaScale has it", values, None, averaged))
+        dotted = {"color": colour, "linestyle": ":", "marker": "v", "markersize": 4}
+        lines.append((f"{label}, as AdaScale has it", [each + added for each in averaged], None, dotted))
     for label, values, errors_of_line, style in lines:
         left.errorbar(tokens, values, yerr=errors_of_line, label=label, linewidth=1.3, capsize=3, **style)
     left.set(xlabel="tokens (millions)", ylabel="batch size in small batches")
@@ -641,7 +739,7 @@ def plot(results: Results, points: list[Point], path: Path) -> None:
     for point, colour in zip(points, COLOURS, strict=False):
         shares = efficiencies(results, point, results.seeds(point))
         right.plot(SCALES, shares, color=colour, marker="o", label=f"{point.tokens / 1e6:.2g} million tokens")
-        predicted = [point.adamw.estimate.efficiency(scale) for scale in SCALES]
+        predicted = [point.own.estimate.efficiency(scale) for scale in SCALES]
         right.plot(SCALES, predicted, color=colour, linestyle="--", linewidth=1)
     right.plot([], [], color="#777777", linestyle="--", linewidth=1, label="gain(k) / k")
     right.set(xlabel="k (batch size / small batch size)", ylabel="efficiency of a branch", ylim=(0, 2.5))
@@ -681,9 +779,10 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         "size": options.size,
         "tokens": options.tokens or size.tokens // 2,
         "seed": options.seed,
-        "lr": size.lrs[len(size.lrs) // 2],
+        "lr": options.lr or size.lrs[len(size.lrs) // 2],
         "branch steps": options.branch_steps,
         "micro-gradients": options.micro_gradients,
+        **({} if options.optimizer == "adamw" else {"optimizer": options.optimizer}),
     }
 
 
@@ -691,6 +790,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("command", choices=("measure", "report"))
     parser.add_argument("--size", default="0.5M", choices=list(SIZES))
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
+    parser.add_argument("--lr", type=float, help="default: the middle one of those of the size")
     parser.add_argument("--tokens", type=int, help="of the run; default: half of those of the size")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the data of the run")
     parser.add_argument("--branch-seeds", type=int, default=2, help="branches with the same k, on other data")
@@ -710,7 +811,8 @@ def main() -> None:
         )
     if options.device == "cpu":
         torch.set_num_threads(1)
-    suffix = f".seed{options.seed}" if options.seed else ""
+    suffix = ".muon" if options.optimizer == "muon" else ""
+    suffix += f".seed{options.seed}" if options.seed else ""
     path = options.out / f"critical_batch_size.{options.size}{suffix}.json"
     results = Results.read(path, settings_of(options))
     {"measure": measure_all, "report": report}[options.command](options, results)
