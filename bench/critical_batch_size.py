@@ -607,6 +607,10 @@ def number(value: float) -> str:
     return f"> {SCALES[-1]}" if math.isinf(value) else f"{value:.1f}"
 
 
+def ratio(predicted: float, size: float) -> str:
+    return f"< {predicted / SCALES[-1]:.2f}" if math.isinf(size) else f"{predicted / size:.2f}"
+
+
 def tables(results: Results, points: list[Point]) -> str:
     low, middle, high = TOLERANCES
     metric = "AdamW's metric" if points[0].muon is None else "lower of both optimizers"
@@ -639,7 +643,7 @@ def tables(results: Results, points: list[Point]) -> str:
             f"| {point.euclidean.smoothed_scale:.1f} |"
         )
         cells = [
-            f"{precise / size:.2f} ({smoothed / size:.2f})"
+            f"{ratio(precise, size)} ({ratio(smoothed, size)})"
             for precise, smoothed in (
                 (half_of_gain(point.own.scale), half_of_gain(point.smoothed_scale)),
                 (point.euclidean.scale, point.euclidean.smoothed_scale),
