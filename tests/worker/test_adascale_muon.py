@@ -13,7 +13,7 @@ from adascale import AdaScale
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.rules import MuonRule
 from adascale_worker.scaling.statistics.matrix_metric import WINDOW, MatrixMetric
-from support.training import FIXED, MakeTrainer, learn, samples
+from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, learn, network, samples
 from worker import adascale_problem
 from worker.adascale_problem import batches, matrices, train_step
 from worker.reference import Batch, MatrixMoments
@@ -146,19 +146,40 @@ def test_a_sharded_model_is_refused() -> None:
         AdaScale(torch.optim.Muon(matrices().parameters()), shards=Shards())
 
 
-def test_the_job_has_the_lower_gain_of_muon_and_adamw(make_trainer: MakeTrainer) -> None:
-    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 2))
+def network_with_optimizers() -> tuple[nn.Module, dict[str, torch.optim.Optimizer]]:
+    model = network()
     matrix, *rest = model.parameters()
-    optimizers: dict[str, torch.optim.Optimizer] = {
-        "matrices": torch.optim.Muon([matrix], lr=0.01),
-        "rest": torch.optim.AdamW(rest, lr=0.01),
-    }
+    return model, {"matrix": torch.optim.Muon([matrix], lr=0.01), "rest": torch.optim.AdamW(rest, lr=0.01)}
+
+
+def make_steps(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer], x: Tensor, y: Tensor) -> None:
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()
+    learn(model, x, y)
+    for optimizer in optimizers.values():
+        optimizer.step()
+
+
+def test_muon_beside_adamw_trains_as_a_plain_loop_at_the_fixed_size(make_trainer: MakeTrainer) -> None:
+    (model, optimizers), (plain, others) = network_with_optimizers(), network_with_optimizers()
     trainer = make_trainer(**FIXED)
     trainer.program_reentry({"model": model}, optimizers)
+    indices = []
+    for index, x, y in trainer.dataloader(samples()):
+        make_steps(model, optimizers, x, y)
+        indices.append(index)
+    trainer.close()
+    for index in indices:
+        make_steps(plain, others, *samples()[index][1:])
+    assert equal(list(model.parameters()), list(plain.parameters()))
+
+
+def test_muon_and_adamw_are_measured_each_by_its_rule(make_trainer: MakeTrainer) -> None:
+    model, optimizers = network_with_optimizers()
+    trainer = make_trainer(**ACCUMULATING)
+    trainer.program_reentry({"model": model}, optimizers)
     for _, x, y in trainer.dataloader(samples()):
-        for optimizer in optimizers.values():
-            optimizer.zero_grad()
-        learn(model, x, y)
-        for optimizer in optimizers.values():
-            optimizer.step()
-    assert trainer.steps > 0
+        make_steps(model, optimizers, x, y)
+    parts = trainer._require_training().optimizer.parts
+    assert all(part.estimate is not None and part.grad_var > 0.0 for part in parts.values())
+    assert isinstance(parts["matrix"].statistics.rule, MuonRule)
