@@ -37,6 +37,14 @@ REFUSED = {
 }
 """The programs that do not run elastic on two replicas, with the error."""
 RUNNING = sorted({path.stem for path in PUBLIC.glob("*_*.py")} - {"stand_ins", *REFUSED})
+QUICK = (
+    "accelerate_checkpointing",
+    "lightning_autoencoder",
+    "peft_olora",
+    "transformers_run_glue",
+    "trl_sft",
+)
+"""One of each package; `make test-slow` runs the others."""
 MORE_LINES = {"peft_prompt_tuning_loop": 4}
 """The lines that change in a program, if these are more than three."""
 OTHER_SAMPLES = {
@@ -91,7 +99,9 @@ def test_the_document_lists_a_program_with_its_lines(name: str) -> None:
     assert 1 <= lines <= MORE_LINES.get(name, 3)
 
 
-@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize(
+    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in RUNNING]
+)
 def test_on_one_replica_a_program_trains_as_the_plain_one(name: str, tmp_path: Path) -> None:
     source, changed, _ = read(name, in_order=True)
     (plain,) = train(tmp_path / "plain", source)
