@@ -36,7 +36,9 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("ADASCALE_", "ACCELERATE_")) or name in LAUNCHER_VARIABLES:
             monkeypatch.delenv(name)
-    monkeypatch.setattr(shutdown, "atexit", SimpleNamespace(register=lambda _: None))
+    monkeypatch.setattr(
+        shutdown, "atexit", SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
+    )
     monkeypatch.setattr("sys.excepthook", sys.excepthook)
 
 

@@ -113,7 +113,7 @@ def test_batches_that_are_requested_together_are_refused_and_several_losses_are_
                 optimizer.zero_grad()
 
     train_one(make(), 1, 2)
-    with pytest.raises(WorkerError, match=r"backward\(\) was called again .* after 2 batches .*weighted"):
+    with pytest.raises(WorkerError, match=r"backward\(\) was called 3 times .* after 2 batches .*weighted"):
         train_one(make(), 3, 1)
 
 

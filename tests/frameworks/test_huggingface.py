@@ -163,6 +163,15 @@ def test_another_training_of_the_same_trainer_goes_on_with_its_model_and_optimiz
         assert ours.state.global_step == ours.elastic.steps == steps
 
 
+def test_a_training_may_follow_one_that_has_failed(make_elastic: MakeElastic, tmp_path: Path) -> None:
+    chosen = arguments(tmp_path, max_steps=2)
+    ours = make_elastic(Trainer(language_model(), chosen, train_dataset=Texts(24)))
+    with pytest.raises(WorkerError, match="resume_from_checkpoint=True"):
+        ours.train(True)
+    ours.train()
+    assert ours.state.global_step == 2
+
+
 def test_another_training_in_a_job_is_refused(
     make_elastic: MakeElastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

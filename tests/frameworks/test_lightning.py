@@ -644,3 +644,15 @@ def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, name.partition(".")[0], None)
     with pytest.raises(MissingExtraError, match=r"pip install 'adascale-operator\[lightning\]'"):
         ElasticStrategy()
+
+
+def test_the_module_that_is_made_data_parallel_has_the_buffers_of_the_program() -> None:
+    """Those of rank 0 are sent in each step, and put back after a step that is discarded."""
+    from adascale_frameworks.lightning.strategy import TrainingStep
+    from adascale_worker.torch_private.modules import buffers_of
+
+    module: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    module.training_step = module.forward
+    found = list(buffers_of(TrainingStep(module)))
+    assert [name for _, name, _ in found] == ["running_mean", "running_var", "num_batches_tracked"]
+    assert all(owner is module[1] and owner.get_buffer(name) is each for owner, name, each in found)

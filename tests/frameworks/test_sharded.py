@@ -171,7 +171,7 @@ def test_a_file_without_a_deepspeed_configuration_is_refused(tmp_path: Path, tex
         ({"ignored_modules": "head"}, "no", "ignored_modules='head'"),
         ({"activation_checkpointing": True}, "no", "activation_checkpointing=True .*pass auto_wrap_policy"),
         ({"transformer_cls_names_to_wrap": ["Nothing"]}, "no", "Nothing in the model. .*: name the class"),
-        ({}, "fp16", "use bfloat16"),
+        ({}, "fp16", "Use bfloat16"),
     ],
 )
 def test_what_the_plugin_of_accelerate_has_without_a_meaning_is_refused(
@@ -249,13 +249,14 @@ def test_trained_parameters_are_float32_outside_of_the_passes() -> None:
     [
         (torch.empty(2, device="meta"), "on the meta device"),
         (torch.zeros(2, dtype=torch.int8), "of type torch.int8"),
+        (torch.zeros(2, dtype=torch.float16), r"of type torch.float16: .* Use bfloat16"),
     ],
 )
 def test_a_parameter_that_cannot_be_sharded_is_refused(parameter: torch.Tensor, message: str) -> None:
     from adascale_frameworks.sharding import Sharding
 
     model = nn.Module()
-    model.weight = nn.Parameter(parameter, requires_grad=False)
+    model.weight = nn.Parameter(parameter, requires_grad=parameter.is_floating_point())
     with pytest.raises(WorkerError, match=f"the parameter weight is {message}"):
         Sharding().prepare(model)
 

@@ -61,7 +61,9 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Elas
         if name.startswith("ADASCALE_") or name in TORCHRUN_VARIABLES:
             monkeypatch.delenv(name)
     # The exit functions of trainers would end pytest's own process.
-    monkeypatch.setattr(shutdown, "atexit", SimpleNamespace(register=lambda _: None))
+    monkeypatch.setattr(
+        shutdown, "atexit", SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
+    )
     # A trainer whose construction fails installs a hook and cannot be closed.
     monkeypatch.setattr("sys.excepthook", sys.excepthook)
     trainers: list[ElasticTrainer] = []

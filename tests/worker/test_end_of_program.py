@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.fast_python import PYTHON
-from support.launch import PROGRAMS, TESTS, AgentProcess, run_program
+from support.launch import PROGRAMS, TESTS, AgentProcess, run_program, run_python
 from support.service import Service
 
 PROGRAM = str(PROGRAMS / "finishes.py")
@@ -159,3 +159,27 @@ def test_an_agent_exits_as_its_program_ends(tmp_path: Path, service: Service) ->
     assert agent.wait() == PERMANENT, agent.log.read_text()
     latest = service.job()["latest"]
     assert (latest["step"], latest["target"]) == (3, 100_000.0), "the last step is reported"
+
+
+def test_a_trainer_that_the_program_has_closed_is_gone_and_does_not_fail_it() -> None:
+    """As one whose training has failed, and that another one replaces."""
+    program = """
+import gc, weakref, torch
+from adascale import ElasticTrainer
+def train():
+    trainer = ElasticTrainer(batch_size=4, scale_invariant_steps=100)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.program_reentry(model, optimizer)
+    for x in trainer.dataloader([torch.ones(2)] * 8):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        break
+    trainer.close()
+    return weakref.ref(model)
+model = train()
+gc.collect()
+print(model())
+"""
+    assert run_python("-c", program).splitlines()[-1] == "None"

@@ -5,6 +5,7 @@ from torch import nn
 
 from adascale_worker.loop.steps import StepUndo
 from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.torch_private.modules import buffers_of
 
 
 class Network(nn.Module):
@@ -25,7 +26,7 @@ def test_buffers_are_those_before_the_discarded_step_not_those_of_an_earlier_one
     network = Network()
     buffers = StepUndo(network, TrainingProgress(), None)
     for _ in range(3):
-        buffers.begin_step()
+        buffers.begin_step(buffers_of(network))
         before = {name: buffer.clone() for name, buffer in network.named_buffers()}
         for _ in range(2):
             network(torch.randn(8, 3))
@@ -37,7 +38,7 @@ def test_buffers_are_those_before_the_discarded_step_not_those_of_an_earlier_one
 def test_a_buffer_that_a_forward_pass_has_replaced_is_put_back() -> None:
     network = Network()
     buffers = StepUndo(network, TrainingProgress(), None)
-    buffers.begin_step()
+    buffers.begin_step(buffers_of(network))
     before = network.calls
     network.calls = network.calls + 1
     network(torch.randn(8, 3))

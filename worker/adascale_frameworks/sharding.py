@@ -59,11 +59,12 @@ _OF_DEEPSPEED = {
 _WITHOUT_EFFECT = {"steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer"}
 """Fields of a DeepSpeed configuration that change neither weights nor where they are, and those of ZeRO."""
 _ZERO_WITHOUT_EFFECT = {
-    *("stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"),
+    *("overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"),
     *("allgather_partitions", "allgather_bucket_size", "round_robin_gradients", "sub_group_size"),
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save"),
 }
+_NO_FLOAT16 = "it needs a GradScaler, which is not supported with processesPerReplica. Use bfloat16"
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
 
 
@@ -80,10 +81,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         if torch.float16 in (self.precision.param_dtype, self.precision.reduce_dtype):
-            raise WorkerError(
-                "a sharded model with float16 needs a GradScaler, which is not supported with "
-                "processesPerReplica: use bfloat16"
-            )
+            raise WorkerError(f"a sharded model has the precision torch.float16: {_NO_FLOAT16}")
 
     @classmethod
     def of_plugin(cls, plugin: Any, model: nn.Module, precision: str) -> Sharding:
@@ -227,6 +225,8 @@ class Sharding:
                 )
             if self.upcasts and parameter.requires_grad:
                 parameter.data = parameter.data.float()
+            if parameter.dtype is torch.float16 and parameter.requires_grad:
+                raise WorkerError(f"the parameter {name} is of type torch.float16: {_NO_FLOAT16}")
 
 
 def _read(path: str | Path) -> dict[str, Any]:

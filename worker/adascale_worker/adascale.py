@@ -28,6 +28,7 @@ from adascale_worker.scaling.statistics.gradient_statistics import GradientStati
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.scaling.statistics.steps import GainOptions, require_count
 from adascale_worker.torch_private.autograd import divide_in_place
+from adascale_worker.torch_private.distributed import is_fully_sharded
 
 STATE_KEY = "adascale"
 """Key of AdaScale's own state in its state_dict, beside that of the inner optimizer."""
@@ -110,7 +111,8 @@ class AdaScale(torch.optim.Optimizer):
                 "got an AdaScale optimizer; pass the inner optimizer to AdaScale, once"
             )
         self._observes = observe is not False
-        self._rule = scaling_rule_of(optimizer, observes=self._observes)
+        is_sharded = shards is not None or is_fully_sharded(model)
+        self._rule = scaling_rule_of(optimizer, observes=self._observes, is_sharded=is_sharded)
         self._inner = optimizer
         super().__init__(
             cast(Any, [dict(group) for group in optimizer.param_groups]), dict(optimizer.defaults)

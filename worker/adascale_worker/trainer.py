@@ -855,6 +855,8 @@ class ElasticTrainer:
         replica.group.close()
         replica.shutdown_request.uninstall()
         self._process_exit.uninstall()
+        if not replica.group.is_elastic:
+            self._process_exit.forget()
 
     def _release_at_exit(self) -> None:
         """Do what the end of the process requires.

@@ -438,6 +438,13 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         def observed(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             nonlocal is_in_scaler
             self._has_stepped = True
+            if self._left_out and self._passes == self._left_out + 1 and not self._has_several_passes:
+                raise WorkerError(
+                    f"accelerator.backward() was called {self._passes} times for a batch, after "
+                    f"{self._left_out} batches for which it was not called: each batch is a part of a step, "
+                    "whose gradients the trainer adds up. Call it once for each batch, after which the loop "
+                    "requests the next one, and use accelerator.trainer.weighted for a mean over valid tokens"
+                )
             if max_norm is not None and self.trainer.completes_step:
                 groups = optimizer.param_groups
                 torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], max_norm)
@@ -591,14 +598,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "model.train() before the training loop"
             )
         self._passes += 1
-        if self._passes > 1 and self._left_out and not self._has_several_passes:
-            raise WorkerError(
-                f"accelerator.backward() was called again for a batch, after {self._left_out} batches for "
-                "which it was not called: each batch is a part of a step, whose gradients the trainer adds "
-                "up. Call it once for each batch, after which the loop requests the next one, and use "
-                "accelerator.trainer.weighted for a mean over valid tokens"
-            )
-        self._has_several_passes |= self._passes > 1
+        self._has_several_passes |= self._passes > 1 and not self._left_out
         (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
 
     @contextmanager

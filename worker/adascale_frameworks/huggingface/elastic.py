@@ -374,14 +374,16 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
 
 def compile_model(trainer: Any) -> None:
     """Compile the model in place as the arguments request, once for all batch sizes."""
-    plugin, model = trainer.accelerator.state.dynamo_plugin, trainer.model
-    if plugin.backend is DynamoBackend.NO:
+    plugin, model, known = trainer.accelerator.state.dynamo_plugin, trainer.model, trainer._elastic_compiled
+    if plugin.backend is not DynamoBackend.NO:
+        known["options"] = {**plugin.to_kwargs(), "dynamic": True}
+        plugin.backend = DynamoBackend.NO  # Else accelerate would wrap the model.
+    if "options" not in known or known.get("model") is model:
         return
-    options = {**plugin.to_kwargs(), "dynamic": True}
-    plugin.backend = DynamoBackend.NO  # Else accelerate would wrap the model.
+    known["model"] = model
     lists = filter(is_repeated_blocks, model.modules() if plugin.use_regional_compilation else ())
     for part in [block for blocks in lists for block in blocks] or [model]:
-        part.compile(**options)
+        part.compile(**known["options"])
 
 
 def results_loader(source: DataLoader[Any], results: list[dict[str, Any]]) -> DataLoader[Any]:
@@ -531,6 +533,7 @@ def elastic(
         _elastic_batch_size=used,
         _elastic_make=None if is_job else make_again,
         _elastic_sharding=sharding,
+        _elastic_compiled={},
         callback_handler=run,
     )
     run.follow_rank()

@@ -162,6 +162,7 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
             hyperparameters=self.hyperparameters,
             begin_at=self._begin_at(),
         )
+        self.is_entered = True
         if self.missing is not None and not state.restored:
             raise WorkerError(
                 f"train() got resume_from_checkpoint={self.missing!r}, and the job has no state of its own: "
@@ -171,7 +172,6 @@ class TrainingRun(ElasticRun, CallbackHandler):  # type: ignore[misc]
         if "scaler" in register:
             # With a scaler, the wrapper of accelerate calls a method that it has kept.
             trainer.optimizer.__setstate__({})
-        self.is_entered = True
         if state.restored:
             trainer.args.eval_on_start = False
         self._progress = self.elastic.progress

@@ -33,7 +33,7 @@ from adascale_worker.program.program_loop import ProgramPlace
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.tree import Tree
-from adascale_worker.torch_private.modules import buffers_of
+from adascale_worker.torch_private.modules import Buffer, buffers_of
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
@@ -68,8 +68,8 @@ class StepUndo:
         self._buffers: list[tuple[torch.nn.Module, str, Tensor, Tensor]] = []
         """Module, name, buffer and copy; empty between two steps."""
 
-    def begin_step(self) -> None:
-        """Copy what the step may change."""
+    def begin_step(self, buffers: Iterable[Buffer]) -> None:
+        """Copy what the step may change. `buffers` are those of the model."""
         self.forget()  # That of a batch that was left out needs its memory no longer.
         program = self._program
         if program is not None:
@@ -82,10 +82,7 @@ class StepUndo:
             return
         # A forward pass may assign another tensor to the name of a buffer. The version of a buffer does not
         # count what `.data` changes.
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
-            for module, name, buffer in buffers_of(self._model)
-        ]
+        self._buffers = [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in buffers]
 
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""
@@ -325,14 +322,13 @@ class Steps(Context):
             self.program.trained.agree(self.progress.step)
         else:
             self.times.begin_step()
-        if group.replicas > 1 and not group.has_mesh:
-            buffers = list(dict.fromkeys(buffer for _, _, buffer in buffers_of(self.parts.model)))
-            if buffers:
-                self.times.suspend()
-                group.copy_from_rank_0(buffers)
-                self.times.resume()
+        buffers = list(buffers_of(self.parts.model))
+        if buffers and group.replicas > 1 and not group.has_mesh:
+            self.times.suspend()
+            group.copy_from_rank_0(list(dict.fromkeys(buffer for _, _, buffer in buffers)))
+            self.times.resume()
         if group.is_elastic or group.replicas == 1:
-            self.undo.begin_step()
+            self.undo.begin_step(buffers)
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""

@@ -13,7 +13,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -295,11 +295,12 @@ class Training(Context):
         """Undo what affects the whole process, and the program's objects."""
         self.feed.close()
         self.failures.stop()
-        for part in self.accumulation.parts:
-            part.exchange.forget()
-        for adascale in self.optimizer.parts.values():
-            adascale.statistics.stop()
         self._undo.close()
+        with suppress(RuntimeError):  # of an exchange that a lost replica has left
+            for part in self.accumulation.parts:
+                part.exchange.forget()
+            for adascale in self.optimizer.parts.values():
+                adascale.unhook()
 
     # -- batches ------------------------------------------------------------------------------------------
 

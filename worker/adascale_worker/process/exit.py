@@ -52,6 +52,7 @@ class ProcessExit:
         self._end_after: EndAfter | None = None
         self._announce_failure: Callable[[], None] | None = None
         self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._calls: list[Callable[[], None]] = []
         self._pid = os.getpid()
         atexit.register(self._end)
 
@@ -68,6 +69,13 @@ class ProcessExit:
                 function()
 
         atexit.register(call)
+        self._calls.append(call)
+
+    def forget(self) -> None:
+        """Call none of the functions before the process ends."""
+        for call in self._calls:
+            atexit.unregister(call)
+        self._calls.clear()
 
     def _end(self) -> None:
         if self.code is not None and os.getpid() == self._pid:

@@ -252,13 +252,21 @@ There are several implementations of each, and some are subclasses of SGD or Ada
 """
 
 
-def scaling_rule_of(optimizer: torch.optim.Optimizer, *, observes: bool = False) -> ScalingRule:
+def scaling_rule_of(
+    optimizer: torch.optim.Optimizer, *, observes: bool = False, is_sharded: bool = False
+) -> ScalingRule:
     """Return the rule for the hyperparameters of `optimizer`, and the metric of its gradients.
 
     Without a metric of its own an optimizer is measured in the Euclidean norm, if it is only observed.
     """
     try:
-        return _rule_of(optimizer)
+        rule = _rule_of(optimizer)
+        if rule.has_whole_matrices and is_sharded:
+            raise UnsupportedOptimizerError(
+                f"got {type(optimizer).__name__} over a sharded model; its gain needs the gradients of whole "
+                "matrices, of which a process has a shard: use replicas of one process, or torch.optim.AdamW"
+            )
+        return rule
     except UnsupportedOptimizerError:
         if not observes or isinstance(optimizer, torch.optim.LBFGS):
             raise

@@ -34,20 +34,19 @@ def unsaved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffers[name] for name in names if name in buffers}
 
 
-def buffers_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
-    """Yield the buffers of all modules, with their module and name.
+Buffer = tuple[torch.nn.Module, str, Tensor]
+"""Its module, its name and itself."""
 
-    It is called in each step: the public iterators take 2% of a step of small layers.
+
+def buffers_of(model: torch.nn.Module) -> Iterator[Buffer]:
+    """Yield the buffers of all modules.
+
+    It is called in each step, of which `named_buffers` of each module took 3%, with small layers.
     """
-    found, modules = {model}, [model]
-    for module in modules:  # which becomes longer
+    for module in model.modules():
         for name, buffer in private_part(module, "_buffers").items():
             if buffer is not None:
                 yield module, name, buffer
-        for child in private_part(module, "_modules").values():
-            if child is not None and child not in found:
-                found.add(child)
-                modules.append(child)
 
 
 COMPILED_CALL = "_compiled_call_impl"

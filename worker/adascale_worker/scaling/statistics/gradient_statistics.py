@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from adascale_core.batch.gain import GradientEstimate, total
-from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.process.user_code import warn_once
 from adascale_worker.scaling.rules import ScalingRule
 from adascale_worker.scaling.statistics.all_reduce import ReducedStatistics, StatisticsAllReduce
@@ -59,15 +58,10 @@ class GradientStatistics:
         self.options = options
         self.rule = rule
         shards, observes_shards = options.shards, is_fully_sharded(model)
-        is_sharded = observes_shards or shards is not None
-        self.parameters = OptimizerParameters(rule.optimizer, is_sharded=is_sharded)
+        self.parameters = OptimizerParameters(
+            rule.optimizer, is_sharded=observes_shards or shards is not None
+        )
         add_shards = shards.add_shards if shards is not None else dist.all_reduce if observes_shards else None
-        if rule.has_whole_matrices and is_sharded:
-            raise UnsupportedOptimizerError(
-                f"got {type(rule.optimizer).__name__} over a sharded model; its gain needs the gradients of "
-                "whole matrices, of which a process has a shard: use replicas of one process, or "
-                "torch.optim.AdamW"
-            )
         self._metric = MatrixMetric(rule) if rule.has_whole_matrices else Metric(rule, add_shards)
         own = self.parameters, options, self._metric
         self.reader = GradientReader(*own)
@@ -283,7 +277,8 @@ class GradientStatistics:
         """Count a step that the optimizer has made, and prepare for the next."""
         if not self._is_in_join():
             self._steps += 1
-        self._metric.end_step()
+        if not self._is_stopped:
+            self._metric.end_step()
         self.begin_step()
 
     def _is_in_join(self) -> bool:
