@@ -771,6 +771,7 @@ LABELS = {
     "AdaScale, 0.8": "AdaScale, length in tokens",
     "doubling": "doubling by hand",
     "Euclidean noise": "Euclidean noise scale",
+    "large, S = 2": "2 times the batch",
     "large, S = 4": "4 times the batch",
 }
 """The contenders in the picture."""
