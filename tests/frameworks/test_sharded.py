@@ -267,6 +267,7 @@ def test_metrics_and_averages_that_lightning_keeps_itself_are_refused_with_a_sha
     from torchmetrics import SumMetric
 
     from adascale_frameworks.lightning.refusals import require_shardable, require_tensors
+    from adascale_frameworks.lightning.strategy import PACKAGES, ElasticStrategy
 
     results = _ResultCollection(training=False)
     options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
@@ -275,8 +276,10 @@ def test_metrics_and_averages_that_lightning_keeps_itself_are_refused_with_a_sha
     results.log("validation_step", "count", SumMetric(), **options)
     with pytest.raises(WorkerError, match=r"self.log\('count', .*torchmetrics.Metric.*: log a mean"):
         require_tensors(results)
-    module = SimpleNamespace(automatic_optimization=False)
+    module, strategy = SimpleNamespace(automatic_optimization=False), ElasticStrategy(package=PACKAGES[0])
     with pytest.raises(WorkerError, match=r"EMAWeightAveraging is not supported .*: average"):
-        require_shardable(SimpleNamespace(callbacks=[EMAWeightAveraging()], lightning_module=module))
+        require_shardable(
+            SimpleNamespace(callbacks=[EMAWeightAveraging()], lightning_module=module), strategy
+        )
     with pytest.raises(WorkerError, match="manual optimization is not supported"):
-        require_shardable(SimpleNamespace(callbacks=[], lightning_module=module))
+        require_shardable(SimpleNamespace(callbacks=[], lightning_module=module), strategy)

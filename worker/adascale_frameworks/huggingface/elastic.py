@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -82,8 +83,7 @@ class ElasticMixin(_Trainer):  # type: ignore[misc]
     _elastic_data: dict[str, Any]
     _elastic_batch_size: int
     _elastic_sharding: Sharding | None
-    _elastic_make: Callable[[int], tuple[ElasticTrainer, int]] | None
-    _elastic_trainings = 1
+    _elastic_make: Callable[[], tuple[ElasticTrainer, int]] | None
     optimizer: Any
     preprocess_logits_for_metrics: Any
 
@@ -441,15 +441,14 @@ def last_complete_folder(output: str) -> str | None:
 
 def begin_again(trainer: Any) -> None:
     """Let a trainer train once more, with another elastic trainer."""
-    make: Callable[[int], tuple[ElasticTrainer, int]] | None = trainer._elastic_make
+    make: Callable[[], tuple[ElasticTrainer, int]] | None = trainer._elastic_make
     if make is None or trainer._elastic_sharding is not None:
         raise WorkerError(
             "train() was called again, in a job or with a sharded model, of which a replica that joins could "
             "not know how far it is: use a job for each training, or one train() with all its steps"
         )
     trainer.elastic.close()
-    trainer._elastic_trainings += 1
-    trainer.elastic, trainer._elastic_batch_size = make(trainer._elastic_trainings)
+    trainer.elastic, trainer._elastic_batch_size = make()
     run = TrainingRun(trainer, trainer.elastic, trainer._elastic_run.hyperparameters, None)
     trainer._elastic_run = trainer.callback_handler = run
     run.follow_rank()
@@ -513,10 +512,12 @@ def elastic(
     made, used = _make_elastic_trainer(trainer, batch_size, options)
     launcher = _run_as_one_process(trainer)
 
-    def make_again(number: int) -> tuple[ElasticTrainer, int]:
-        """Make the elastic trainer of the training with this number, from 1."""
+    numbers = itertools.count(2)
+
+    def make_again() -> tuple[ElasticTrainer, int]:
+        """Make the elastic trainer of the next training."""
         folder = options.get("checkpoint_dir")
-        again = {**options, "checkpoint_dir": folder and f"{folder}/training-{number}"}
+        again = {**options, "checkpoint_dir": folder and f"{folder}/training-{next(numbers)}"}
         os.environ.update(launcher)
         try:
             return _make_elastic_trainer(trainer, batch_size, again)

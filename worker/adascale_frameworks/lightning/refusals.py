@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +29,10 @@ _REFUSED_CALLBACKS = {
     "LearningRateFinder": "find the learning rate in a program of its own, at the initial batch size",
     "StochasticWeightAveraging": "use the callback WeightAveraging, or average in a program of its own",
 }
+_SHARDED = f"{_WHERE} that shards the module"
+_REFUSED_IF_SHARDED = {
+    "WeightAveraging": "average in a program of its own, from the files of ModelCheckpoint"
+}
 
 
 def require_supported(trainer: Any, strategy: Any) -> None:
@@ -38,10 +42,7 @@ def require_supported(trainer: Any, strategy: Any) -> None:
     used: dict[str, Any] = {name: value for name, value in settings.items() if value != _UNSET.get(name)}
     used["sync_batchnorm"] = strategy._layer_sync is not None
     refuse(f"in a Trainer {_WHERE}", used, _REFUSED)
-    callbacks = import_module(f"{strategy.package}.callbacks")
-    for name, way in _REFUSED_CALLBACKS.items():
-        if any(isinstance(callback, getattr(callbacks, name)) for callback in trainer.callbacks):
-            raise WorkerError(f"the callback {name} is not supported {_WHERE}: {way}")
+    _refuse_callbacks(trainer, strategy, _WHERE, _REFUSED_CALLBACKS)
     module = trainer.lightning_module
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise WorkerError(
@@ -50,18 +51,20 @@ def require_supported(trainer: Any, strategy: Any) -> None:
         )
 
 
-def require_shardable(trainer: Any) -> None:
+def _refuse_callbacks(trainer: Any, strategy: Any, where: str, refused: Mapping[str, str]) -> None:
+    """Raise an error for a callback of one of these classes, with the way in which it is done without."""
+    callbacks = import_module(f"{strategy.package}.callbacks")
+    for name, way in refused.items():
+        for callback in trainer.callbacks:
+            if isinstance(callback, getattr(callbacks, name)):
+                raise WorkerError(f"the callback {type(callback).__name__} is not supported {where}: {way}")
+
+
+def require_shardable(trainer: Any, strategy: Any) -> None:
     """Check the callbacks and the optimization of a module that is sharded."""
-    for callback in trainer.callbacks:
-        if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
-            raise WorkerError(
-                f"the callback {type(callback).__name__} is not supported {_WHERE} that shards the module: "
-                "average in a program of its own, from the files of ModelCheckpoint"
-            )
+    _refuse_callbacks(trainer, strategy, _SHARDED, _REFUSED_IF_SHARDED)
     if not trainer.lightning_module.automatic_optimization:
-        raise WorkerError(
-            f"manual optimization is not supported {_WHERE} that shards the module: use the automatic one"
-        )
+        raise WorkerError(f"manual optimization is not supported {_SHARDED}: use the automatic one")
 
 
 def require_optimizers(optimizers: Sequence[Any], trainer: Any) -> None:
@@ -96,7 +99,7 @@ def require_tensors(results: Any) -> None:
         if not result.is_tensor:
             raise WorkerError(
                 f"self.log({result.meta.name!r}, ...) got a torchmetrics.Metric, which is not supported "
-                f"{_WHERE} that shards the module: log a mean or a sum; in training_step with sync_dist=True"
+                f"{_SHARDED}: log a mean or a sum; in training_step with sync_dist=True"
             )
 
 

@@ -637,7 +637,7 @@ class ElasticStrategy(Strategy):
             self.model.to(self.root_device)
             return
         plugin = import_module(f"{self.package}.plugins.precision.fsdp").FSDPPrecision
-        require_shardable(self._trainer)
+        require_shardable(self._trainer, self)
         self._fsdp.precision_plugin = plugin(self._trainer.precision)
         self._sharding = Sharding.of_strategy(self._fsdp)
         self._sharding.apply(self.model, self._elastic, methods=_STEPS)
