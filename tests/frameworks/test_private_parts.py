@@ -33,7 +33,11 @@ LIGHTNING_PARTS: dict[str, tuple[str, ...]] = {
     "trainer.connectors.logger_connector.result._ResultMetric": ("update", "compute"),
     "loggers.csv_logs.CSVLogger": ("log_dir", "version"),
     "loggers.csv_logs.ExperimentWriter": ("NAME_METRICS_FILE", "save"),
-    "strategies.Strategy": ("handles_gradient_accumulation", "process_dataloader", "optimizers", "setup"),
+    "strategies.Strategy": (
+        *("handles_gradient_accumulation", "process_dataloader", "optimizers", "setup"),
+        *("reduce_boolean_decision", "lightning_module_state_dict", "optimizer_state"),
+    ),
+    "strategies.FSDPStrategy": ("mixed_precision_config", "precision_plugin"),
     "core.optimizer.LightningOptimizer": ("_to_lightning_optimizer", "step"),
 }
 """By class, what it has to have."""
@@ -53,6 +57,10 @@ LIGHTNING_SOURCES: dict[str, tuple[str, ...]] = {
         "self.metrics_keys",
     ),
     "trainer.connectors.logger_connector.result._ResultMetric": ("cumulated_batch_size", "self.value"),
+    "strategies.FSDPStrategy": (
+        *("self.kwargs", "self.cpu_offload", "self.sharding_strategy"),
+        "self._activation_checkpointing_kwargs",
+    ),
 }
 """By class, what its source has to have: attributes that are set in methods."""
 
@@ -87,7 +95,9 @@ TRAINER_METHODS = (
     "_evaluate",
     "_load_best_model",
     "_maybe_log_save_evaluate",
+    "_save",
     "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
     "_save_rng_state",
 )
 
@@ -109,6 +119,9 @@ def test_transformers_has_the_parts_that_its_adapter_uses() -> None:
     handler = import_module("transformers.trainer_callback").CallbackHandler
     assert [name for name in TRAINER_METHODS if not hasattr(trainer, name)] == []
     assert [name for name in HANDLER_EVENTS if not hasattr(handler, name)] == []
+    arguments = import_module("transformers").TrainingArguments
+    assert hasattr(arguments, "_setup_devices")
+    assert "self.fsdp_plugin_args = " in inspect.getsource(arguments)
 
 
 def test_accelerate_has_the_parts_that_its_adapters_use() -> None:
@@ -116,6 +129,9 @@ def test_accelerate_has_the_parts_that_its_adapters_use() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     lists = ("_models", "_optimizers", "_schedulers", "_custom_objects")
     assert [name for name in lists if not isinstance(getattr(accelerator, name, None), list)] == []
+    assert isinstance(accelerator.native_amp, bool)
+    assert hasattr(accelerate.FullyShardedDataParallelPlugin, "set_auto_wrap_policy")
+    assert "self.deepspeed_config" in inspect.getsource(accelerate.DeepSpeedPlugin)
     state = import_module("accelerate.state").AcceleratorState
     assert hasattr(state, "_reset_state")
     state._reset_state(reset_partial_state=True)
